@@ -1,0 +1,48 @@
+# `make test` and `make demo` each work alone on a fresh clone; all they need is Python 3.11+ and Java 17+.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench soak lock clean distclean run-env dev-env
+
+SEEDS ?= 20
+BIN := .venv/bin
+
+help: ## what can be made
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: run-env ## see lanes at work: a broker, a load and an app, on this machine
+	@$(BIN)/keylane demo
+
+test: lint ## lint, types, unit tests, integration tests (under 15 minutes)
+	$(BIN)/python -m pytest
+
+lint: dev-env ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src tests $(wildcard bench)
+
+bench: dev-env ## measure throughput and latency
+	$(BIN)/python -m bench
+
+soak: dev-env ## the long tests, many seeds (SEEDS=20)
+	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=0
+
+lock: ## pin the newest allowed versions of everything (needs uv)
+	@for name in requirements-build requirements requirements-dev; do \
+	    uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+	        --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+	        --output-file $$name.lock $$name.in || exit; \
+	done
+
+clean: ## remove what tools and runs left behind
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log artifacts
+	find . -path './.venv*' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+distclean: clean ## that, and .venv
+	rm -rf .venv .venv.*
+
+# Each checks Python and Java first, and is quick when nothing changed.
+run-env:
+	@scripts/bootstrap run
+
+dev-env:
+	@scripts/bootstrap dev

@@ -1,0 +1,24 @@
+"""Keylane: Kafka messages in Python on Spark, strictly in order inside a key, in parallel across keys."""
+
+from __future__ import annotations
+
+from keylane.app import App
+from keylane.core.outcome import Outcome
+from keylane.core.retry import Retry
+from keylane.errors import KafkaError, KeylaneError, Poison, ResourceError, SettingsError, Transient
+from keylane.message import Message
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "App",
+    "KafkaError",
+    "KeylaneError",
+    "Message",
+    "Outcome",
+    "Poison",
+    "ResourceError",
+    "Retry",
+    "SettingsError",
+    "Transient",
+]

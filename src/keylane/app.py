@@ -1,0 +1,279 @@
+"""The public face: an app is a source topic, stages, and what happens when they fail."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+
+from keylane.core.retry import Retry
+from keylane.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from keylane.message import Message
+    from keylane.spark.query import LaneQuery
+
+StageFunction = Callable[..., Any]
+ResourceFunction = Callable[..., AsyncIterator[Any] | Iterator[Any] | Awaitable[Any] | Any]
+Decode = Callable[[bytes], Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
+
+class Observer(Protocol):
+    """Told of the start and the end of every attempt, on the task's loop: it must be quick and must not raise.
+
+    It travels to the tasks with the app, so it must be picklable.
+    """
+
+    def started(self, message: Message, attempt: int) -> None: ...
+    def ended(self, message: Message, attempt: int, outcome: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage as declared."""
+
+    name: str
+    function: StageFunction
+    is_async: bool
+    resources: tuple[str, ...]
+    retry: Retry | None
+    timeout: float | None
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """One resource as declared; ``needs`` are the resources it is given."""
+
+    name: str
+    function: ResourceFunction
+    needs: tuple[str, ...]
+
+
+class App:
+    """A Keylane app. Declaring it starts nothing; :meth:`start` does.
+
+    ``name`` is the Kafka group that holds the app's progress, and the prefix of the topics it owns: ``<name>.dlq`` for
+    dead letters, ``<name>.state`` for its own state. ``source`` is read, ``sink`` is written (None: stages have effects
+    of their own, what the last one returns is ignored).
+
+    ``decode`` turns a value's bytes into what the first stage gets as ``msg.value``: a function, ``"json"`` or
+    ``"text"``. A value it refuses is poison. A null value is not decoded.
+
+    ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
+    (seconds), ``drain_timeout`` how long the end of an epoch waits for what is running.
+
+    Raises :class:`SettingsError` for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        source: str,
+        sink: str | None = None,
+        retry: Retry | None = None,
+        decode: Decode | Literal["json", "text"] | None = None,
+        capacity: int = 65_536,
+        commit_interval: float = 1.0,
+        drain_timeout: float = 30.0,
+        observer: Observer | None = None,
+    ) -> None:
+        self.name = _topic_name("name", name)
+        self.source = _topic_name("source", source)
+        self.sink = None if sink is None else _topic_name("sink", sink)
+        if len(name) > 240:
+            raise SettingsError(f"App name {name[:20]!r}… is too long: 240 characters at most, its topics are named after it")
+        if source == sink:
+            raise SettingsError(f"App {name!r}: source and sink are both {source!r}; it would read its own results for ever")
+        if source in (self.dlq, self.state) or sink in (self.dlq, self.state):
+            raise SettingsError(f"App {name!r}: {self.dlq!r} and {self.state!r} are the app's own topics, not a source or sink")
+        if isinstance(decode, str) and decode not in ("json", "text"):
+            raise SettingsError(f"App {name!r}: decode={decode!r} is not known; give a function, 'json' or 'text'")
+        if decode is not None and not isinstance(decode, str) and not callable(decode):
+            raise SettingsError(f"App {name!r}: decode must be a function, 'json' or 'text', not {type(decode).__name__}")
+        self.retry = retry if retry is not None else Retry()
+        self.decode = decode
+        self.capacity = _at_least("capacity", capacity, 1)
+        self.commit_interval = _more_than_zero("commit_interval", commit_interval)
+        self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
+        self.observer = observer
+        self.stages: list[Stage] = []
+        self.resources: dict[str, Resource] = {}
+
+    @property
+    def dlq(self) -> str:
+        """The topic of the app's dead letters."""
+        return f"{self.name}.dlq"
+
+    @property
+    def state(self) -> str:
+        """The topic of the app's own state."""
+        return f"{self.name}.state"
+
+    @overload
+    def stage(self, function: F, /) -> F: ...
+    @overload
+    def stage(
+        self, /, *, retry: Retry | None = None, timeout: float | None = None, limit: int | None = None
+    ) -> Callable[[F], F]: ...
+    def stage(
+        self,
+        function: F | None = None,
+        /,
+        *,
+        retry: Retry | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+    ) -> F | Callable[[F], F]:
+        """Declare a stage. Stages run in the order they are declared, inside the lane.
+
+        An ``async def`` stage runs on the task's loop. A ``def`` stage runs in a thread of its own pool, so that it may
+        block; ``limit`` is the size of that pool (256 if not given). ``limit`` is how many of this stage run at once
+        in a task. ``timeout`` ends an attempt of an ``async def`` stage with a TimeoutError, which is retried; a
+        thread cannot be ended, so a ``def`` stage takes none: give the client it calls a time-out.
+        """
+
+        def declare(function: F) -> F:
+            name = getattr(function, "__name__", type(function).__name__)
+            where = f"App {self.name!r}, stage {name!r}"
+            parameters = _parameters(function, where)
+            if not parameters:
+                raise SettingsError(f"{where}: it takes no argument; a stage is given the message")
+            if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+                raise SettingsError(f"{where}: it is a generator; a stage returns its result instead of yielding it")
+            is_async = _is_async(function)
+            if timeout is not None:
+                _more_than_zero(f"timeout of {where}", timeout)
+                if not is_async:
+                    raise SettingsError(
+                        f"{where}: timeout= needs an 'async def' stage, because a thread cannot be ended; "
+                        "give the client it calls a time-out, or make the stage async"
+                    )
+            if limit is not None:
+                _at_least(f"limit of {where}", limit, 1)
+            if any(known.name == name for known in self.stages):
+                raise SettingsError(f"{where}: there is a stage of this name already")
+            self.stages.append(
+                Stage(
+                    name=name,
+                    function=function,
+                    is_async=is_async,
+                    resources=parameters[1:],
+                    retry=retry,
+                    timeout=timeout,
+                    limit=limit,
+                )
+            )
+            return function
+
+        return declare if function is None else declare(function)
+
+    def resource(self, function: F, /) -> F:
+        """Declare a resource: a client, a pool, a model. Opened once per task, closed after its drain.
+
+        The function is a generator that yields the resource once (``def`` or ``async def``; what follows the ``yield``
+        closes it), or returns it when there is nothing to close. Stages take it by its name as a parameter, and so do
+        resources that are declared after it.
+        """
+        name = function.__name__
+        where = f"App {self.name!r}, resource {name!r}"
+        if name in self.resources:
+            raise SettingsError(f"{where}: there is a resource of this name already")
+        self.resources[name] = Resource(name=name, function=function, needs=_parameters(function, where))
+        return function
+
+    def check(self) -> None:
+        """Raise :class:`SettingsError` when the app as declared cannot run."""
+        if not self.stages:
+            raise SettingsError(
+                f"App {self.name!r} has no stages: declare at least one with @{self.name.replace('-', '_')}.stage"
+                if self.name.isidentifier()
+                else f"App {self.name!r} has no stages: declare at least one with @app.stage"
+            )
+        known: list[str] = []
+        for resource in self.resources.values():
+            for need in resource.needs:
+                if need not in known:
+                    raise SettingsError(
+                        f"App {self.name!r}, resource {resource.name!r}: it takes {need!r}, "
+                        f"which is not a resource declared before it{_near(need, known)}"
+                    )
+            known.append(resource.name)
+        for stage in self.stages:
+            for need in stage.resources:
+                if need not in known:
+                    raise SettingsError(
+                        f"App {self.name!r}, stage {stage.name!r}: it takes {need!r}, "
+                        f"which is not a resource of the app{_near(need, known)}"
+                    )
+
+    def outcomes(self, spark: SparkSession, **options: Any) -> DataFrame:
+        """The app as a streaming DataFrame of its outcomes, for a ``writeStream`` of your own.
+
+        Options as for :meth:`start`. The messages are processed when the query runs, once, whatever its sink does.
+        """
+        from keylane.spark.query import outcomes  # noqa: PLC0415 - Spark is needed only from here on
+
+        return outcomes(self, spark, **options)
+
+    def start(self, spark: SparkSession, **options: Any) -> LaneQuery:
+        """Start the app on Spark; returns a ``StreamingQuery`` whose ``stop()`` drains first.
+
+        Options: see :class:`keylane.spark.options.Options`. An unknown one raises :class:`SettingsError`.
+        """
+        from keylane.spark.query import start  # noqa: PLC0415 - Spark is needed only from here on
+
+        return start(self, spark, **options)
+
+    def __repr__(self) -> str:
+        return f"App({self.name!r}, source={self.source!r}, sink={self.sink!r}, stages={[s.name for s in self.stages]})"
+
+
+def _topic_name(what: str, name: object) -> str:
+    if not isinstance(name, str) or not _TOPIC.fullmatch(name) or name in (".", ".."):
+        raise SettingsError(
+            f"App: {what}={name!r} is no topic name: 1 to 249 letters, digits, dots, dashes and underscores"
+        )
+    return name
+
+
+def _at_least(what: str, number: int, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise SettingsError(f"{what}={number!r}: needs a whole number of at least {least}")
+    return number
+
+
+def _more_than_zero(what: str, number: float) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise SettingsError(f"{what}={number!r}: needs a number above 0, in seconds")
+    return float(number)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async counts
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _parameters(function: Callable[..., Any], where: str) -> tuple[str, ...]:
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise SettingsError(f"{where}: '*{parameter.name}' names no resource; list the resources it takes by name")
+        names.append(parameter.name)
+    return tuple(names)
+
+
+def _near(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f" (there are: {', '.join(known)})" if known else ": declare it with @app.resource"

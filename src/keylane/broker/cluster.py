@@ -1,0 +1,411 @@
+"""A real Kafka broker of one or more nodes on this machine, for tests, demos and development."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import subprocess
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from keylane.broker import config, folder, ports, registry
+from keylane.broker.errors import BrokerError, PortTakenError
+from keylane.broker.kit import Kit, ensure_kit
+from keylane.broker.node import Node
+from keylane.broker.probe import Probe
+from keylane.broker.process import Process, launch
+from keylane.broker.progress import OnProgress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+_PORT_TRIES = 3
+_MOST_NODES = 9
+
+
+class State(StrEnum):
+    """Whether a broker's nodes run."""
+
+    RUNNING = "running"
+    DEGRADED = "degraded"  # some nodes run, others do not
+    DEAD = "dead"
+
+
+class Broker:
+    """A cluster of real Kafka nodes in KRaft mode, each broker and controller at once, on loopback.
+
+    Used as a context manager, or with `start` and `stop`. Unless `detached`, it never outlives the process
+    that started it, even if that is killed.
+
+    `nodes`: how many; by default as many as the data folder has, or 1.
+    `data`: a folder for the data; the topics of an earlier broker on that folder are there again.
+    `keep`: whether the data stays after the stop; by default it does if `data` was given.
+    `port`: the first node's port, the next nodes have the following ones; by default any free ports.
+    `heap`: Java's heap for each node.
+    `settings`: go to Kafka's server.properties as they are, before our own choices.
+    `detached`: runs on until `stop`, from this or another process.
+    `progress`: told how far the fetching of Kafka is, which happens once per machine.
+
+    Raises BrokerError for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int | None = None,
+        data: Path | str | None = None,
+        keep: bool | None = None,
+        port: int | None = None,
+        heap: str = config.HEAP,
+        settings: Mapping[str, config.Setting] | None = None,
+        detached: bool = False,
+        progress: OnProgress = silent,
+    ) -> None:
+        if nodes is not None and not 1 <= nodes <= _MOST_NODES:
+            raise BrokerError(f"a broker of {nodes} nodes cannot be: choose 1 to {_MOST_NODES}")
+        config.heap_flags(heap)
+        probe = config.Address(node=1, port=1, controller_port=2)
+        properties = config.server_properties(probe, [probe], settings or {})
+        self._count = nodes
+        self._data = None if data is None else Path(data).expanduser().absolute()
+        self._temporary = data is None
+        self._keep = (data is not None) if keep is None else keep
+        self._port = port
+        self._heap = heap
+        self._settings = {name: properties[name] for name in settings or {}}
+        self._detached = detached
+        self._progress = progress
+        self._kit: Kit | None = None
+        # Both are set by start, and by find for a broker that another process started.
+        self._record: registry.Record | None = None
+        self._nodes: tuple[Node, ...] = ()
+
+    @classmethod
+    def find(cls, broker: str) -> Broker:
+        """The broker with this id, running or dead, whoever started it; raises BrokerError if there is none."""
+        record = registry.load(broker)
+        if record is None:
+            known = ", ".join(each.id for each in cls.list()) or "none"
+            raise BrokerError(
+                f"there is no broker {broker!r} (known: {known}): `keylane broker status` lists them"
+            )
+        return cls._attach(record)
+
+    @classmethod
+    def list(cls) -> tuple[Broker, ...]:
+        """All brokers of this user, also dead ones, oldest first; removes what killed programs left behind."""
+        _sweep()
+        return tuple(cls._attach(record) for record in registry.load_all())
+
+    @classmethod
+    def _attach(cls, record: registry.Record) -> Broker:
+        found = cls(
+            nodes=len(record.nodes),
+            data=record.data,
+            keep=record.keep,
+            heap=record.heap,
+            settings=record.settings,
+        )
+        found._temporary = record.temporary
+        found._detached = record.owner is None
+        found._adopt(record)
+        return found
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return "<Broker not started>" if self._record is None else f"<Broker {self.id} at {self.bootstrap}>"
+
+    @property
+    def id(self) -> str:
+        """A short name for this broker, such as "k7f3q2"."""
+        return self._started().id
+
+    @property
+    def bootstrap(self) -> str:
+        """What clients connect to: "127.0.0.1:54321", with a comma between nodes."""
+        return config.bootstrap([node.address for node in self._started().nodes])
+
+    @property
+    def data(self) -> Path:
+        """The data folder."""
+        return self._started().data
+
+    @property
+    def keep(self) -> bool:
+        """Whether the data stays after the stop."""
+        return self._started().keep
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in order of their ids."""
+        self._started()
+        return self._nodes
+
+    @property
+    def owner(self) -> int | None:
+        """The id of the process that it must not outlive, or None if it runs until it is told to stop."""
+        owner = self._started().owner
+        return None if owner is None else owner.pid
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since it was started."""
+        return max(0.0, time.time() - self._started().started)
+
+    @property
+    def state(self) -> State:
+        """Whether all, some or none of its nodes run."""
+        running = sum(node.alive for node in self.nodes)
+        if running == 0:
+            return State.DEAD
+        return State.RUNNING if running == len(self._nodes) else State.DEGRADED
+
+    def size(self) -> int:
+        """Bytes of data on disk."""
+        return folder.size(self.data)
+
+    def start(self, timeout: float = START_SECONDS) -> Self:
+        """Starts all nodes and returns when each of them serves and knows the others.
+
+        Raises JavaError without a Java that fits, PortTakenError if the port asked for is taken, BrokerError
+        with Kafka's last log lines if it does not come up in `timeout` seconds. Nothing is left running then.
+        """
+        if self._record is not None:
+            raise BrokerError(f"broker {self.id} is started already: stop it first")
+        self._kit = ensure_kit(self._progress)
+        _sweep()
+        self._require_unused()
+        broker = _new_id()
+        place = folder.open_folder(self._data, broker=broker, nodes=self._count)
+        try:
+            self._start_on(place, broker, timeout)
+        except BaseException:
+            self._end(keep=True)
+            if place.fresh:
+                folder.discard(place.path)
+            raise
+        if not self._detached:
+            atexit.register(self._at_exit)
+        return self
+
+    def stop(self, *, keep: bool | None = None) -> None:
+        """Ends all nodes, and throws the data away unless it is to be kept; no harm if it is not started.
+
+        Data that is kept is closed in an orderly way; nodes whose data goes are killed, which is quicker.
+        `keep` overrides what was said at the start.
+        """
+        record = self._record
+        if record is None:
+            return
+        keep = record.keep if keep is None else keep
+        if keep:
+            for node in self._nodes:
+                node.ask_to_stop()
+            # With several nodes the last ones wait for a quorum that is no more. Kafka recovers from a kill.
+            until = time.monotonic() + STOP_SECONDS
+            for node in self._nodes:
+                node.wait(until - time.monotonic())
+        self._end(keep=keep)
+        self._data = record.data if keep or not self._temporary else None
+        atexit.unregister(self._at_exit)
+
+    def tool(self, class_name: str, *args: str, timeout: float = 60.0) -> str:
+        """Runs one of Kafka's command-line tools by its class name, and returns what it printed on stdout.
+
+        For example `tool("org.apache.kafka.tools.consumer.group.ConsumerGroupCommand", "--bootstrap-server",
+        broker.bootstrap, "--describe", "--all-groups")`. Raises BrokerError if it fails or takes too long.
+        """
+        command = self._tools().tool_command(class_name, args)
+        try:
+            answer = subprocess.run(  # noqa: S603 - our own command line
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as cause:
+            raise BrokerError(f"{class_name} did not finish in {timeout:.0f} s") from cause
+        if answer.returncode != 0:
+            said = (answer.stdout + answer.stderr).strip()
+            raise BrokerError(f"{class_name} failed with exit code {answer.returncode}:\n{said}")
+        return answer.stdout
+
+    # What a node asks of its broker.
+
+    def process(self, number: int) -> Process | None:
+        """The process of one node, now or last; None if there never was one."""
+        return self._started().nodes[number - 1].process
+
+    def launch(self, node: Node) -> None:
+        """Starts the process of one node; whether it comes up is another question."""
+        record = self._started()
+        node.mark_log()
+        # What goes when the owner is killed: the registry's entry and, unless it is to be kept, the data.
+        doomed = [registry.path(record.id)]
+        if not record.keep:
+            doomed += [record.data] if record.temporary else folder.contents(record.data)
+        command = self._tools().node_command(record.heap)
+        process = launch(command, cwd=node.folder, console=config.CONSOLE, owner=record.owner, remove=doomed)
+        self._record = record.with_process(node.id, process)
+        _save(self._record)
+
+    def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
+        """Returns when each of these nodes serves and knows the `wanted` ones; raises BrokerError otherwise."""
+        until = time.monotonic() + timeout
+        waiting = {node: Probe(node.port) for node in nodes}
+        while True:
+            for node in nodes:
+                if not node.alive:
+                    raise node.failure("ended while it was starting")
+            for node, probe in tuple(waiting.items()):
+                if wanted <= probe.members(0.5):
+                    del waiting[node]
+            if not waiting:
+                return
+            if time.monotonic() > until:
+                raise next(iter(waiting)).failure(f"was not ready after {timeout:.0f} s")
+            time.sleep(0.03)
+
+    def _start_on(self, place: folder.DataFolder, broker: str, timeout: float) -> None:
+        asked = () if self._port is None else tuple(range(self._port, self._port + place.nodes))
+        for left in reversed(range(_PORT_TRIES)):
+            addresses = _addresses(place.nodes, asked)
+            self._adopt(
+                registry.Record(
+                    id=broker,
+                    data=place.path,
+                    temporary=self._temporary,
+                    keep=self._keep,
+                    heap=self._heap,
+                    settings=self._settings,
+                    started=time.time(),
+                    owner=None if self._detached else Process.current(),
+                    nodes=tuple(registry.NodeRecord(address=each, process=None) for each in addresses),
+                )
+            )
+            try:
+                self._start_nodes(place, addresses, timeout)
+            except PortTakenError as error:
+                if error.port in asked:
+                    raise ports.taken(int(error.port or 0)) from error
+                if not left:
+                    raise
+                self._kill()
+            else:
+                return
+
+    def _start_nodes(
+        self, place: folder.DataFolder, addresses: Sequence[config.Address], timeout: float
+    ) -> None:
+        for node in self._nodes:
+            config.write_node(node.folder, config.server_properties(node.address, addresses, self._settings))
+            config.format_storage(
+                node.folder, node=node.id, cluster=place.cluster, checkpoint=self._tools().checkpoint
+            )
+        for node in self._nodes:
+            self.launch(node)
+        self.wait_ready(self._nodes, wanted=frozenset(node.id for node in self._nodes), timeout=timeout)
+
+    def _adopt(self, record: registry.Record) -> None:
+        self._record = record
+        self._nodes = tuple(
+            Node(self, each.address, folder.node_folder(record.data, each.address.node))
+            for each in record.nodes
+        )
+
+    def _started(self) -> registry.Record:
+        if self._record is None:
+            raise BrokerError("the broker is not started: call start(), or use it in a with statement")
+        return self._record
+
+    def _tools(self) -> Kit:
+        if self._kit is None:
+            self._kit = ensure_kit(self._progress)
+        return self._kit
+
+    def _require_unused(self) -> None:
+        """Raises BrokerError if another broker of this user has the folder or the port."""
+        for record in registry.load_all():
+            if not record.alive:
+                continue
+            remedy = f"stop it (`keylane broker stop {record.id}`), or choose another"
+            if self._data is not None and record.data == self._data:
+                raise BrokerError(f"broker {record.id} runs on {self._data}: {remedy} folder")
+            if self._port is not None and self._port in (node.address.port for node in record.nodes):
+                raise PortTakenError(
+                    f"port {self._port} is taken by broker {record.id}: {remedy} port", port=self._port
+                )
+
+    def _kill(self) -> None:
+        for node in self._nodes:
+            node.kill()
+
+    def _end(self, *, keep: bool) -> None:
+        """Kills what still runs, and forgets the broker."""
+        record = self._record
+        if record is None:
+            return
+        self._kill()
+        if not keep:
+            folder.discard(record.data)
+        registry.remove(record.id)
+        self._record = None
+        self._nodes = ()
+
+    def _at_exit(self) -> None:
+        # A child that was forked without exec has our hooks, but not our broker.
+        if self._record is not None and self.owner == os.getpid():
+            self.stop()
+
+
+def _addresses(count: int, asked: Sequence[int]) -> tuple[config.Address, ...]:
+    for port in asked:
+        ports.require_free(port)
+    chosen = [port for port in ports.free_ports(count * 2 + len(asked)) if port not in asked]
+    clients = asked or chosen[count:]
+    return tuple(
+        config.Address(node=index + 1, port=clients[index], controller_port=chosen[index])
+        for index in range(count)
+    )
+
+
+def _new_id() -> str:
+    """A short id that no broker of this user has; easy to read out: no vowels, no 0, 1, l, o."""
+    while True:
+        broker = "k" + "".join(random.choices("bcdfghjkmnpqrstvwxz23456789", k=5))
+        if not registry.path(broker).exists():
+            return broker
+
+
+def _save(record: registry.Record) -> None:
+    try:
+        registry.save(record)
+    except OSError as cause:
+        raise BrokerError(
+            f"cannot note the broker in {registry.folder()} ({cause.strerror or cause}): "
+            "make the folder writable, or set KEYLANE_STATE to another one"
+        ) from cause
+
+
+def _sweep() -> None:
+    """Removes what is left of brokers whose owner was killed when no watcher was there to clean up."""
+    for record in registry.load_all():
+        if record.abandoned:
+            if not record.keep:
+                folder.discard(record.data)
+            registry.remove(record.id)

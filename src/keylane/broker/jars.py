@@ -1,0 +1,213 @@
+"""Kafka's jars: fetched once, kept for this user, checked at every start against hashes that ship with us."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from keylane.broker import ivy
+from keylane.broker.errors import BrokerError
+from keylane.broker.progress import OnProgress, Progress, Step, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KAFKA = "4.3.1"
+_LOG = logging.getLogger("keylane.broker")
+_JAR = re.compile(r"(?P<organisation>[^/]+)/(?P<name>.+?)-(?P<revision>\d[^/]*)\.jar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jar:
+    """One jar as it must be: its path in the jar folder (`organisation/name-revision.jar`) and its hash."""
+
+    path: str
+    sha256: str
+
+    @property
+    def coordinates(self) -> ivy.Coordinates:
+        """What to ask a registry for."""
+        found = _JAR.fullmatch(self.path)
+        if found is None:
+            raise BrokerError(
+                f"{self.path!r} in the list of jars is not of the form organisation/name-revision.jar"
+            )
+        return ivy.Coordinates(**found.groupdict())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A jar that is not as it must be: `actual` is its hash, or None if it is not there."""
+
+    jar: Jar
+    actual: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JarFolder:
+    """The folder of checked jars."""
+
+    path: Path
+    jars: tuple[Jar, ...]
+
+    @cached_property
+    def classpath(self) -> str:
+        """For `java -cp`. Raises BrokerError if the folder's name cannot stand in a class path."""
+        if os.pathsep in str(self.path):
+            raise BrokerError(
+                f"Java cannot use jars from {self.path}, because of the {os.pathsep!r} in it: "
+                "set KEYLANE_CACHE to a folder without one"
+            )
+        return os.pathsep.join(str(self.path / jar.path) for jar in self.jars)
+
+
+Fetch = Callable[[Sequence[Jar], Path, OnProgress], None]
+
+
+def fetch_with_ivy(jars: Sequence[Jar], into: Path, progress: OnProgress) -> None:
+    """Fetches jars to the paths in `into` they are listed by; raises BrokerError with Ivy's own words."""
+    ivy.fetch([jar.coordinates for jar in jars], into, progress)
+
+
+def cache_folder() -> Path:
+    """Where jars are kept: KEYLANE_CACHE, or this user's cache folder."""
+    return Path(os.environ.get("KEYLANE_CACHE") or platformdirs.user_cache_dir("keylane")).absolute()
+
+
+def listed(version: str = KAFKA) -> tuple[Jar, ...]:
+    """The jars of this Kafka and their hashes, from the file that ships with Keylane (sha256sum's format)."""
+    text = resources.files("keylane.broker").joinpath(f"kafka-{version}.sha256").read_text(encoding="ascii")
+    return parse_list(text)
+
+
+def parse_list(text: str) -> tuple[Jar, ...]:
+    """Reads sha256sum's format."""
+    pairs = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
+    return tuple(Jar(path=path.strip(), sha256=sha256) for sha256, path in pairs)
+
+
+def damages(folder: Path, jars: Sequence[Jar]) -> tuple[Damage, ...]:
+    """The jars that are missing or differ from their hash. Reads every byte: 45 MB take less than 0.1 s."""
+    actual = ((jar, _sha256(folder / jar.path)) for jar in jars)
+    return tuple(Damage(jar=jar, actual=found) for jar, found in actual if found != jar.sha256)
+
+
+def ensure_jars(
+    progress: OnProgress = silent,
+    *,
+    jars: Sequence[Jar] | None = None,
+    cache: Path | None = None,
+    fetch: Fetch = fetch_with_ivy,
+) -> JarFolder:
+    """The folder with all jars, each with the right hash; fetches what is missing or damaged.
+
+    Many processes may do so at once: one fetches, the others wait, the folder appears whole or not at all.
+    Raises BrokerError if fetching fails, if a fetched jar has the wrong hash, or if the cache cannot be written.
+    """
+    wanted = listed() if jars is None else tuple(jars)
+    root = cache_folder() if cache is None else cache
+    folder = JarFolder(path=root / f"kafka-{KAFKA}", jars=wanted)
+    if not damages(folder.path, wanted):
+        return folder
+    try:
+        with locked(root, progress):
+            broken = damages(folder.path, wanted)  # another process may have fetched meanwhile
+            if broken:
+                _repair(folder, broken, fetch, progress)
+    except OSError as cause:
+        raise BrokerError(
+            f"cannot keep Kafka's jars in {root} ({cause.strerror or cause}): "
+            "make room and the folder writable, or set KEYLANE_CACHE to another folder"
+        ) from cause
+    return folder
+
+
+@contextmanager
+def locked(root: Path, progress: OnProgress = silent) -> Iterator[None]:
+    """Holds the cache for this process alone; reports Step.WAIT while another one has it."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"kafka-{KAFKA}.lock").open("w", encoding="ascii") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress(Progress(step=Step.WAIT, done=0, total=1))
+                time.sleep(0.2)
+            else:
+                break
+        yield
+
+
+def _repair(folder: JarFolder, broken: Sequence[Damage], fetch: Fetch, progress: OnProgress) -> None:
+    """Makes the folder anew beside the old one, good jars copied and the others fetched; then swaps the two."""
+    for damage in broken:
+        if damage.actual is not None:
+            _LOG.warning(
+                "%s in the cache is damaged (SHA-256 %s instead of %s): fetching it again",
+                folder.path / damage.jar.path,
+                damage.actual,
+                damage.jar.sha256,
+            )
+    root = folder.path.parent
+    for leftover in root.glob(f"{folder.path.name}.new-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f"{folder.path.name}.new-", dir=root))
+    try:
+        bad = {damage.jar.path for damage in broken}
+        for jar in folder.jars:
+            if jar.path not in bad:
+                target = fresh / jar.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(folder.path / jar.path, target)
+        fetch([damage.jar for damage in broken], fresh, progress)
+        still = damages(fresh, folder.jars)
+        if still:
+            raise BrokerError(_mismatch(still))
+        fresh.chmod(0o755)
+        if folder.path.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f"{folder.path.name}.new-", dir=root)) / "old"
+            folder.path.rename(aside)
+            fresh.rename(folder.path)
+            shutil.rmtree(aside.parent, ignore_errors=True)
+        else:
+            fresh.rename(folder.path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _mismatch(still: Sequence[Damage]) -> str:
+    first = still[0]
+    others = f" (and {len(still) - 1} more)" if len(still) > 1 else ""
+    if first.actual is None:
+        return (
+            f"{first.jar.path}{others} did not arrive though fetching reported no failure: "
+            "see whether your registry mirror has it (KEYLANE_IVY_SETTINGS names its settings)"
+        )
+    return (
+        f"{first.jar.path}{others} is not the jar Keylane knows: expected SHA-256 {first.jar.sha256}, "
+        f"fetched {first.actual}. Nothing was kept. A proxy or a mirror may have changed it: "
+        "fetch over another network or from another mirror (KEYLANE_IVY_SETTINGS)"
+    )
+
+
+def _sha256(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,164 @@
+"""One node of a broker: a process that can be stopped, killed, suspended and started again where it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import TYPE_CHECKING, Protocol
+
+from keylane.broker import config, ports
+from keylane.broker.errors import BrokerError, PortTakenError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from keylane.broker.config import Address
+    from keylane.broker.process import Process
+
+STOP_SECONDS = 30.0
+_SHOWN_LINES = 15
+_TAIL_BYTES = 64 * 1024
+_BIND_FAILED = re.compile(r"failed to bind to \S*?:(\d+)|Address already in use", re.IGNORECASE)
+
+
+class Host(Protocol):
+    """What a node needs from its broker."""
+
+    def process(self, number: int) -> Process | None:
+        """The node's process, now or last; None if there never was one. Raises BrokerError if not started."""
+
+    def launch(self, node: Node) -> None:
+        """Starts the node's process anew."""
+
+    def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
+        """Waits until these nodes serve, and know the `wanted` ones."""
+
+
+class Node:
+    """One node. It keeps its ports and its data over any number of ends and starts."""
+
+    __slots__ = ("_host", "_log_start", "address", "folder")
+
+    def __init__(self, host: Host, address: Address, folder: Path) -> None:
+        self._host = host
+        self.address = address
+        self.folder = folder
+        # Where this start's lines begin in the log; set at each launch.
+        self._log_start = 0
+
+    def __repr__(self) -> str:
+        return f"<Node {self.id} on port {self.port}>"
+
+    @property
+    def id(self) -> int:
+        """Kafka's node id; the first is 1."""
+        return self.address.node
+
+    @property
+    def port(self) -> int:
+        """The port for clients."""
+        return self.address.port
+
+    @property
+    def pid(self) -> int:
+        """The process id of its Java, now or last; 0 if it never got as far."""
+        process = self._host.process(self.id)
+        return 0 if process is None else process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs or is suspended."""
+        process = self._host.process(self.id)
+        return process is not None and process.alive
+
+    @property
+    def log(self) -> Path:
+        """Kafka's log file of this node."""
+        return self.folder / config.LOG
+
+    def start(self, *, wait: bool = True, timeout: float = 60.0) -> None:
+        """Starts the node again on the same ports and data; returns when it serves, or at once without `wait`.
+
+        Raises PortTakenError if its port was taken meanwhile, BrokerError if it runs or does not come up.
+        """
+        if self.alive:
+            raise BrokerError(f"node {self.id} runs already (process {self.pid}): stop or kill it first")
+        for port in (self.port, self.address.controller_port):
+            ports.require_free(port)
+        self._host.launch(self)
+        if wait:
+            self._host.wait_ready((self,), wanted=frozenset((self.id,)), timeout=timeout)
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """Ends the node in order (SIGTERM), or after `timeout` seconds by force; no harm if it has ended."""
+        self.ask_to_stop()
+        if not self.wait(timeout):
+            self.kill()
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM, and wakes the node if it is suspended; does not wait."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends the node at once (SIGKILL), as a crash would; no harm if it has ended."""
+        self._signal(signal.SIGKILL)
+        if not self.wait(STOP_SECONDS):
+            raise BrokerError(f"node {self.id} (process {self.pid}) does not end, not even by SIGKILL")
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until the node's process has ended; False if it still runs after `timeout` seconds."""
+        process = self._host.process(self.id)
+        return process is None or process.wait(timeout)
+
+    def suspend(self) -> None:
+        """Freezes the node (SIGSTOP): connections stay open, nothing answers. Raises BrokerError if it ended."""
+        self._signal_running(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a suspended node go on (SIGCONT). Raises BrokerError if it has ended."""
+        self._signal_running(signal.SIGCONT)
+
+    def mark_log(self) -> None:
+        """Notes where the log ends: what comes after belongs to the start that follows."""
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+
+    def failure(self, what: str) -> BrokerError:
+        """Why this node is not up, from its log: PortTakenError if that was it."""
+        lines = [*_tail(self.log, self._log_start), *_tail(self.folder / config.CONSOLE, 0)]
+        text = "\n".join(lines)
+        taken = _BIND_FAILED.search(text)
+        if taken is not None:
+            port = int(taken[1]) if taken[1] else None
+            return PortTakenError(
+                f"node {self.id} found port {port or 'of its own'} taken by another process", port=port
+            )
+        hint = ""
+        if "No space left on device" in text:
+            hint = (
+                f" because the disk of {self.folder} is full: make room, or choose a folder on another disk"
+            )
+        elif "Failed to acquire lock" in text:
+            hint = f" because another broker uses {self.folder}: stop that one, or choose another folder"
+        said = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]) or "  (nothing)"
+        return BrokerError(f"node {self.id} {what}{hint}. Its last words:\n{said}")
+
+    def _signal(self, number: signal.Signals) -> bool:
+        process = self._host.process(self.id)
+        return process is not None and process.signal(number)
+
+    def _signal_running(self, number: signal.Signals) -> None:
+        if not self._signal(number):
+            raise BrokerError(f"node {self.id} is not running: start it first")
+
+
+def _tail(path: Path, start: int) -> list[str]:
+    """The last lines of a file, none from before `start`."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(end - _TAIL_BYTES, start if start <= end else 0))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()]

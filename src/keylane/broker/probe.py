@@ -1,0 +1,55 @@
+"""Asking a node which nodes are up."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from keylane.broker.ports import HOST
+
+# librdkafka's complaints about a broker that is not up yet help nobody.
+_QUIET = logging.getLogger("keylane.broker.probe")
+_QUIET.addHandler(logging.NullHandler())
+_QUIET.propagate = False
+
+
+class Probe:
+    """One node, asked again and again. The first answer comes from that node itself, not from another one."""
+
+    __slots__ = ("_client", "_port")
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._client: AdminClient | None = None
+
+    def members(self, timeout: float) -> frozenset[int]:
+        """The numbers of the nodes that this node knows to be up; empty if it does not answer in time.
+
+        Kafka answers only once the node has registered and may serve: an answer means that it is ready.
+        """
+        if self._client is None:
+            if not self._listens(timeout):
+                return frozenset()
+            self._client = AdminClient(
+                {
+                    "bootstrap.servers": f"{HOST}:{self._port}",
+                    "reconnect.backoff.ms": 20,
+                    "reconnect.backoff.max.ms": 200,
+                    "log_level": 0,
+                },
+                logger=_QUIET,
+            )
+        try:
+            return frozenset(int(number) for number in self._client.list_topics(timeout=timeout).brokers)
+        except KafkaException:
+            return frozenset()
+
+    def _listens(self, timeout: float) -> bool:
+        try:
+            with socket.create_connection((HOST, self._port), timeout=timeout):
+                return True
+        except OSError:
+            return False

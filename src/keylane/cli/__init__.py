@@ -1,0 +1,1 @@
+"""The commands of ``keylane``: one module each, put together in ``main``."""

@@ -1,0 +1,58 @@
+"""``keylane``: the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from keylane import __version__
+from keylane.cli import broker
+from keylane.cli.demo import demo
+from keylane.cli.run import run
+from keylane.cli.seed import seed
+from keylane.errors import KeylaneError
+
+app = typer.Typer(
+    name="keylane",
+    help=(
+        "Kafka messages in Python on Spark: strictly in order inside a key, in parallel across keys.\n\n"
+        "New here? 'keylane demo' shows it at work. Your own app: 'keylane broker start', then "
+        "'keylane run MODULE:APP'."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"keylane {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+app.command()(demo)
+app.command()(run)
+app.add_typer(broker.app, name="broker")
+app.command()(seed)
+
+
+def main() -> None:
+    """Run the command line; an error a user can act on is one sentence and exit code 2."""
+    try:
+        app()
+    except KeylaneError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)

@@ -1,0 +1,14 @@
+"""How the processing of one message ended."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """What became of a message. Every delivered message ends in exactly one of these per run."""
+
+    OK = "ok"
+    """All stages ran; the result, if there was one, is acknowledged."""
+    DEAD = "dead"
+    """It could not be processed; its dead letter is acknowledged."""

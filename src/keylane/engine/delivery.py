@@ -1,0 +1,59 @@
+"""A message while the engine holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from keylane.core.outcome import Outcome
+from keylane.message import Message
+
+if TYPE_CHECKING:
+    from keylane.core.lane import Lane
+    from keylane.engine.engine import Engine
+    from keylane.message import Record
+
+
+class Delivery(Message):
+    """A message with what the engine knows about it. The lane table writes ``next``, ``lane`` and ``settled``.
+
+    One object serves as the message, the lane's queue entry and the producer's delivery callback: each object less per
+    message is worth about 3% of the throughput of an app that does nothing.
+    """
+
+    __slots__ = (
+        "attempts",
+        "engine",
+        "error",
+        "finished",
+        "lane",
+        "next",
+        "outcome",
+        "settled",
+        "stage",
+        "started",
+    )
+
+    def __init__(self, record: Record, engine: Engine) -> None:
+        super().__init__(record)
+        self.engine = engine
+        self.next: Delivery | None = None
+        self.lane: Lane[Delivery] | None = None
+        self.settled = False
+        self.stage = 0  # the stage that runs next: a retry resumes there
+        self.attempts = 0  # attempts in all stages together
+        self.started = 0.0  # wall clock, of the first attempt
+        self.finished = 0.0
+        self.outcome = Outcome.OK
+        self.error: str | None = None
+
+    @property
+    def original(self) -> bytes | None:
+        """The value as it was in the source topic."""
+        return self._record.value()
+
+    def __call__(self, error: Any, _message: Any) -> None:
+        """The producer's delivery report: what this message caused is acknowledged, or cannot be."""
+        if error is None:
+            self.engine.acknowledged.append(self)
+        else:
+            self.engine.refused(self, error)

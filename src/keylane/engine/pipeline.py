@@ -1,0 +1,158 @@
+"""The app's stages, ready to be called: resources bound, time-outs, limits and threads in place."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keylane.errors import Poison, ResourceError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from keylane.app import App, Resource, Stage
+    from keylane.core.retry import Retry
+    from keylane.message import Message
+
+THREADS = 256
+"""Threads of a ``def`` stage that has no limit of its own. They are started when needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One stage of an open pipeline."""
+
+    name: str
+    call: Callable[[Message], Awaitable[Any]]
+    retry: Retry
+
+
+@asynccontextmanager
+async def open_pipeline(app: App) -> AsyncIterator[tuple[Step, ...]]:
+    """Open the app's resources, in their order, and bind them to its stages; close everything in reverse.
+
+    Raises :class:`ResourceError` naming the resource that could not be opened or closed.
+    """
+    async with AsyncExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for resource in app.resources.values():
+            given = {name: opened[name] for name in resource.needs}
+            opened[resource.name] = await stack.enter_async_context(_opened(app, resource, given))
+        yield tuple(
+            Step(name=stage.name, call=_bind(stage, opened, stack), retry=stage.retry or app.retry)
+            for stage in app.stages
+        )
+
+
+@asynccontextmanager
+async def _opened(app: App, resource: Resource, given: dict[str, Any]) -> AsyncIterator[Any]:
+    where = f"resource {resource.name!r} of app {app.name!r}"
+    async with AsyncExitStack() as stack:
+        try:
+            if inspect.isasyncgenfunction(resource.function):
+                value = await stack.enter_async_context(asynccontextmanager(resource.function)(**given))
+            elif inspect.isgeneratorfunction(resource.function):
+                value = stack.enter_context(contextmanager(resource.function)(**given))
+            else:
+                value = resource.function(**given)
+                if inspect.isawaitable(value):
+                    value = await value
+        except Exception as error:
+            raise ResourceError(f"{where} could not be opened: {type(error).__name__}: {error}") from error
+        try:
+            yield value
+        finally:
+            try:
+                await stack.aclose()
+            except Exception as error:
+                raise ResourceError(f"{where} could not be closed: {type(error).__name__}: {error}") from error
+
+
+def _bind(stage: Stage, opened: dict[str, Any], stack: AsyncExitStack) -> Callable[[Message], Awaitable[Any]]:
+    function = stage.function
+    if stage.resources:
+        function = functools.partial(function, **{name: opened[name] for name in stage.resources})
+    if not stage.is_async:
+        return _threaded(stage, function, stack)
+    if stage.timeout is not None:
+        function = _timed(stage.name, function, stage.timeout)
+    if stage.limit is not None:
+        function = _limited(function, stage.limit)
+    return function
+
+
+def _threaded(
+    stage: Stage, function: Callable[[Message], Any], stack: AsyncExitStack
+) -> Callable[[Message], Awaitable[Any]]:
+    # A pool per stage: threads that wait in one stage take none from another. Its size is the stage's limit.
+    pool = ThreadPoolExecutor(stage.limit or THREADS, thread_name_prefix=f"stage-{stage.name}")
+    stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+    loop = asyncio.get_running_loop()
+
+    def call(message: Message) -> Awaitable[Any]:
+        return loop.run_in_executor(pool, function, message)
+
+    return call
+
+
+def _timed(
+    name: str, function: Callable[[Message], Awaitable[Any]], timeout: float
+) -> Callable[[Message], Awaitable[Any]]:
+    async def call(message: Message) -> Any:
+        scope = asyncio.timeout(timeout)
+        try:
+            async with scope:
+                return await function(message)
+        except TimeoutError as error:
+            if scope.expired():
+                raise TimeoutError(f"stage {name!r} took longer than {timeout:g} s") from error
+            raise
+
+    return call
+
+
+def _limited(function: Callable[[Message], Awaitable[Any]], limit: int) -> Callable[[Message], Awaitable[Any]]:
+    room = asyncio.Semaphore(limit)
+
+    async def call(message: Message) -> Any:
+        async with room:
+            return await function(message)
+
+    return call
+
+
+def decoder(app: App) -> Callable[[bytes], Any] | None:
+    """The function that turns a value's bytes into what the first stage gets, or None for the bytes themselves."""
+    if app.decode == "json":
+        return json.loads
+    if app.decode == "text":
+        return bytes.decode
+    return app.decode  # type: ignore[return-value]
+
+
+_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def encode(value: Any, stage: str) -> bytes:
+    """A stage's result as bytes: bytes as they are, text as UTF-8, anything else as JSON.
+
+    Raises :class:`Poison` naming the stage when it is none of these.
+    """
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    try:
+        return _dump(value).encode()
+    except (TypeError, ValueError) as error:
+        raise Poison(
+            f"stage {stage!r} returned a {type(value).__name__} that is neither bytes, nor text, nor JSON: {error}"
+        ) from error

@@ -1,0 +1,145 @@
+"""Questions to the cluster, and the topics an app owns."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka.admin import ConfigResource, NewPartitions, NewTopic, OffsetSpec, ResourceType
+
+from keylane.errors import KafkaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from keylane.app import App
+    from keylane.kafka.settings import KafkaSettings
+
+TIMEOUT = 10.0
+"""Seconds to wait for an answer from the cluster before saying that there is none."""
+
+DEAD_LETTER_ROOM = 65_536
+"""Bytes a dead letter may be larger than its message: the failure's context."""
+
+
+_MOVING = (
+    ClientError.NOT_COORDINATOR,
+    ClientError.COORDINATOR_NOT_AVAILABLE,
+    ClientError.COORDINATOR_LOAD_IN_PROGRESS,
+)
+
+T = TypeVar("T")
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Call again while the group's coordinator is being made, loaded or moved, for up to :data:`TIMEOUT` seconds."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            return call()
+        except KafkaException as error:
+            if error.args[0].code() not in _MOVING or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+class Cluster:
+    """The cluster behind a bootstrap address. Every method raises :class:`KafkaError` in words when it gets no answer."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._admin = settings.admin()
+
+    def topics(self) -> dict[str, int]:
+        """The topics and their numbers of partitions."""
+        try:
+            found = self._admin.list_topics(timeout=TIMEOUT)
+        except KafkaException as error:
+            raise KafkaError(
+                f"no Kafka broker answered at {self._settings.bootstrap} within {TIMEOUT:g} s "
+                f"({error.args[0].str()}). Is it running, and is the address right? "
+                "'keylane broker start' starts one on this machine"
+            ) from error
+        return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
+
+    def partitions(self, topic: str, what: str = "topic") -> int:
+        """How many partitions the topic has. Raises KafkaError when it does not exist."""
+        topics = self.topics()
+        if topic not in topics:
+            near = [name for name in sorted(topics) if not name.startswith("__")]
+            known = f"; there are: {', '.join(near[:10])}{' …' if len(near) > 10 else ''}" if near else "; there are no topics"
+            raise KafkaError(
+                f"{what} {topic!r} does not exist at {self._settings.bootstrap}{known}. "
+                "Create it, or correct its name"
+            )
+        return topics[topic]
+
+    def prepare(self, app: App) -> int:
+        """Check the app's source and sink and create the topics it owns; returns the source's number of partitions."""
+        count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
+        if app.sink is not None:
+            self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
+        source_limit = self.setting(app.source, "max.message.bytes")
+        self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
+        self.ensure(app.state, count, {"cleanup.policy": "compact"})
+        return count
+
+    def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
+        """Create the topic, or give it more partitions when it has fewer."""
+        have = self.topics().get(topic)
+        if have is None:
+            new = NewTopic(topic, num_partitions=partitions, replication_factor=-1, config=config)
+            self._wait(self._admin.create_topics([new], request_timeout=TIMEOUT), f"topic {topic!r} could not be created")
+        elif have < partitions:
+            more = [NewPartitions(topic, partitions)]
+            self._wait(self._admin.create_partitions(more, request_timeout=TIMEOUT), f"topic {topic!r} could not grow")
+
+    def setting(self, topic: str, name: str) -> str:
+        """One setting of a topic."""
+        resource = ConfigResource(ResourceType.TOPIC, topic)
+        answer = self._wait(
+            self._admin.describe_configs([resource], request_timeout=TIMEOUT), f"settings of topic {topic!r} could not be read"
+        )
+        return str(answer[name].value)
+
+    def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
+        """The end (or the beginning) of each partition: the offset that the next message will get."""
+        spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()
+        asked = {TopicPartition(topic, p): spec for p in partitions}
+        found = {}
+        for at, future in self._admin.list_offsets(asked, request_timeout=TIMEOUT).items():
+            try:
+                found[at.partition] = int(future.result().offset)
+            except KafkaException as error:
+                raise KafkaError(
+                    f"offsets of topic {topic!r} partition {at.partition} could not be read: {error.args[0].str()}"
+                ) from error
+        return found
+
+    def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, tuple[int, str | None]]:
+        """The group's committed offsets with their metadata; partitions without one are left out."""
+        consumer = self._settings.consumer(group)
+        asked = [TopicPartition(topic, p) for p in partitions]
+        try:
+            found = patiently(lambda: consumer.committed(asked, timeout=TIMEOUT))
+        except KafkaException as error:
+            raise KafkaError(f"progress of group {group!r} could not be read: {error.args[0].str()}") from error
+        finally:
+            consumer.close()
+        for at in found:
+            if at.error is not None:
+                raise KafkaError(f"progress of group {group!r} could not be read: {at.error.str()}")
+        return {at.partition: (at.offset, at.metadata) for at in found if at.offset >= 0}
+
+    @staticmethod
+    def _wait(futures: dict[Any, Any], what: str) -> Any:
+        answer = None
+        for future in futures.values():
+            try:
+                answer = future.result()
+            except KafkaException as error:
+                if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
+                    raise KafkaError(f"{what}: {error.args[0].str()}") from error
+        return answer

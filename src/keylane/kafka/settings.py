@@ -1,0 +1,103 @@
+"""Client settings: ours, the user's ``kafka.*`` options, and which of them may not be changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+
+from keylane.errors import SettingsError
+
+log = logging.getLogger("keylane.kafka")
+
+OURS = {
+    "group.id": "the app's name is its group",
+    "enable.auto.commit": "progress is committed when messages are done",
+    "enable.auto.offset.store": "progress is committed when messages are done",
+    "auto.offset.reset": "use startingOffsets",
+    "enable.partition.eof": "the engine needs it",
+    "enable.idempotence": "order in the sink rests on it",
+    "acks": "a result is done when all replicas have it",
+    "max.in.flight": "order in the sink rests on it",
+    "max.in.flight.requests.per.connection": "order in the sink rests on it",
+    "partitioner": "results are partitioned as Java clients do",
+    "transactional.id": "the engine names its own",
+    "message.timeout.ms": "a result is never given up while its task runs",
+    "delivery.timeout.ms": "a result is never given up while its task runs",
+    "on_delivery": "the engine needs it",
+    "error_cb": "the engine needs it",
+}
+_SECRET = ("password", "secret", "key.pem", "token", "jaas")
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaSettings:
+    """How to reach the broker. ``extra`` are librdkafka settings, given by the user as ``kafka.*`` options."""
+
+    bootstrap: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.extra:
+            if name in OURS:
+                raise SettingsError(f"option 'kafka.{name}' cannot be set: {OURS[name]}")
+
+    def __repr__(self) -> str:
+        shown = {k: "***" if any(s in k for s in _SECRET) else v for k, v in self.extra.items()}
+        return f"KafkaSettings({self.bootstrap!r}, {shown})"
+
+    def consumer(self, group: str, **more: Any) -> Consumer:
+        """A consumer that commits only what it is told to."""
+        return self._make(
+            Consumer,
+            {
+                "group.id": group,
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": True,
+                # librdkafka stops fetching for this long when its queue is full; its default of 1,000 stalls a drain.
+                "fetch.queue.backoff.ms": 10,
+                "fetch.wait.max.ms": 100,
+                "queued.min.messages": 50_000,
+                "queued.max.messages.kbytes": 65_536,
+            },
+            more,
+        )
+
+    def producer(self, **more: Any) -> Producer:
+        """An idempotent producer that waits for all replicas and partitions by murmur2 as Java clients do."""
+        return self._make(
+            Producer,
+            {
+                "enable.idempotence": True,
+                "acks": "all",
+                "partitioner": "murmur2_random",
+                "compression.type": "lz4",
+                "linger.ms": 5,
+                "message.timeout.ms": 0,
+                # Sizes are checked against the topic's own limit before a result is handed over.
+                "message.max.bytes": 1_000_000_000,
+                "queue.buffering.max.messages": 1_000_000,
+                "queue.buffering.max.kbytes": 2_097_151,
+            },
+            more,
+        )
+
+    def admin(self) -> AdminClient:
+        """An admin client."""
+        return self._make(AdminClient, {}, {})
+
+    def _make(self, kind: Any, base: dict[str, Any], more: dict[str, Any]) -> Any:
+        conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **self.extra, **more}
+        try:
+            return kind(conf, logger=log)
+        except KafkaException as error:
+            raise SettingsError(
+                f"the Kafka client refused its settings: {error.args[0].str()}. "
+                "Options that begin with 'kafka.' take librdkafka's names (CONFIGURATION.md of librdkafka)"
+            ) from error

@@ -1,0 +1,125 @@
+"""The app's state topic: progress too large for an offset's metadata, and orders to running tasks.
+
+``<app>.state`` is compacted and has as many partitions as the source: what concerns source partition *p* lies in state
+partition *p*, whatever its key. A task reads its partitions to their end when it starts and follows them while it runs,
+so an order is seen wherever a task runs and whenever it began.
+
+==================  ==================================================================
+key                 value
+==================  ==================================================================
+``order/stop``      ``{"run": …}``: the tasks of this run drain and end
+``progress``        the text of :mod:`keylane.core.progress`, with its watermark before it
+==================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+
+from keylane.core.progress import decode
+from keylane.errors import KafkaError
+from keylane.kafka.cluster import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from keylane.core.progress import Restored
+    from keylane.kafka.settings import KafkaSettings
+
+log = logging.getLogger("keylane.kafka")
+
+STOP = b"order/stop"
+PROGRESS = b"progress"
+MAX_PROGRESS = 900_000
+"""Characters of progress in one record, below a topic's usual limit of 1 MiB."""
+ELSEWHERE = "kl1:@"
+"""The metadata of an offset whose progress lies in the state topic."""
+
+
+def order_stop(settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT) -> None:
+    """Tell the tasks of this run to drain and end. Raises KafkaError when the order could not be written."""
+    producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
+    failed: list[str] = []
+    for partition in range(partitions):
+        producer.produce(
+            topic,
+            json.dumps({"run": run}).encode(),
+            STOP,
+            partition=partition,
+            on_delivery=lambda error, _: failed.append(error.str()) if error else None,
+        )
+    left = producer.flush(timeout)
+    if left or failed:
+        raise KafkaError(f"the order to stop could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}")
+
+
+class State:
+    """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
+
+    Used by one thread at a time: the one that restores, then the loop's.
+    """
+
+    def __init__(self, settings: KafkaSettings, app: str, topic: str, partitions: Iterable[int], run: str) -> None:
+        self._topic = topic
+        self._partitions = list(partitions)
+        self._run = run
+        self._consumer = settings.consumer(
+            f"{app}.state", **{"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
+        )
+        self._progress: dict[int, str] = {}
+        self.stopped = False
+
+    def restore(self) -> None:
+        """Read everything there is. Raises KafkaError when it cannot be read."""
+        ends = set(self._partitions)
+        self._consumer.assign([TopicPartition(self._topic, p, OFFSET_BEGINNING) for p in self._partitions])
+        heard = time.monotonic()
+        while ends:
+            messages = self._consumer.consume(1000, 0.05)
+            for message in messages:
+                heard = time.monotonic()
+                error = message.error()
+                if error is None:
+                    self._take(message)
+                elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+                    ends.discard(message.partition())
+                elif error.fatal() or not error.retriable():
+                    raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
+            if time.monotonic() - heard > 3 * TIMEOUT:
+                raise KafkaError(f"topic {self._topic!r} gives no answer; its partitions {sorted(ends)} were not read to the end")
+
+    def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
+        """Progress from a committed offset: its metadata, or what lies in the topic when it says so."""
+        if metadata != ELSEWHERE:
+            return decode(watermark, metadata)
+        begins, _, text = self._progress.get(partition, "").partition(" ")
+        # The record is written before the offset that names it, so it may be newer; what it says is done, is done.
+        if begins.isdigit() and int(begins) >= watermark:
+            return decode(int(begins), text)
+        return decode(watermark, "kl1:the record in the state topic is missing or older")
+
+    def poll(self) -> bool:
+        """Read what is there; whether this run was told to stop."""
+        for message in self._consumer.consume(100, 0):
+            if message.error() is None:
+                self._take(message)
+        return self.stopped
+
+    def close(self) -> None:
+        """Let go of the consumer."""
+        self._consumer.close()
+
+    def _take(self, message: Any) -> None:
+        key, value = message.key(), message.value()
+        try:
+            if key == PROGRESS:
+                self._progress[message.partition()] = value.decode("ascii")
+            elif key == STOP and json.loads(value).get("run") == self._run:
+                self.stopped = True
+        except (ValueError, AttributeError):
+            log.warning("%s/%d@%d makes no sense: %r", self._topic, message.partition(), message.offset(), value)

@@ -1,0 +1,108 @@
+"""The message a stage is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blake3 import blake3
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Headers = list[tuple[str, bytes | None]]
+
+EVENT_ID = "event-id"
+EVENT_TYPE = "event-type"
+EVENT_VERSION = "event-version"
+
+
+class Record(Protocol):
+    """What a log hands out: the shape of confluent-kafka's ``Message``, which the in-memory log shares."""
+
+    def topic(self) -> str: ...
+    def partition(self) -> int: ...
+    def offset(self) -> int: ...
+    def key(self) -> bytes | None: ...
+    def value(self) -> bytes | None: ...
+    def headers(self) -> Sequence[tuple[str, bytes | None]] | None: ...
+    def timestamp(self) -> tuple[int, int]: ...
+
+
+class Message:
+    """One message on its way through the stages.
+
+    ``value`` is what the stage before returned; for the first stage what the app's ``decode`` made of the bytes, or the
+    bytes themselves. ``attempt`` counts how often this stage was tried with this message, from 1.
+    Everything else is as it was in the source topic and is read only when asked for.
+    """
+
+    __slots__ = ("_headers", "_record", "attempt", "key", "offset", "partition", "value")
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._headers: Headers | None = None
+        self.key = record.key()
+        self.value: Any = record.value()
+        self.partition = record.partition()
+        self.offset = record.offset()
+        self.attempt = 1
+
+    @property
+    def topic(self) -> str:
+        """The source topic."""
+        return self._record.topic()
+
+    @property
+    def headers(self) -> Headers:
+        """Names and values in their order; a name may stand there more than once, a value may be None.
+
+        Raises UnicodeDecodeError when a header's *name* is not UTF-8: the client library cannot represent it.
+        """
+        headers = self._headers
+        if headers is None:
+            headers = self._headers = list(self._record.headers() or ())
+        return headers
+
+    @property
+    def timestamp(self) -> int | None:
+        """Milliseconds since 1970, set by the producer or the broker; None when the record carries none."""
+        kind, milliseconds = self._record.timestamp()
+        return milliseconds if kind else None
+
+    @property
+    def event_id(self) -> str:
+        """The header ``event-id``; without it the position ``topic/partition/offset`` stands in."""
+        found = self.header(EVENT_ID)
+        return found if found is not None else self.position
+
+    @property
+    def type(self) -> str | None:
+        """The header ``event-type``."""
+        return self.header(EVENT_TYPE)
+
+    @property
+    def version(self) -> int | None:
+        """The header ``event-version`` as a number. Raises ValueError when it is there and is no number."""
+        found = self.header(EVENT_VERSION)
+        return None if found is None else int(found)
+
+    @property
+    def position(self) -> str:
+        """``topic/partition/offset``: unique for ever, and the same in every attempt."""
+        return f"{self._record.topic()}/{self.partition}/{self.offset}"
+
+    @property
+    def request_id(self) -> str:
+        """32 hex digits from key and event id: the same in every attempt, for calls to others that must not count twice."""
+        key = b"\x00" if self.key is None else b"\x01" + self.key
+        return str(blake3(len(key).to_bytes(4, "little") + key + self.event_id.encode()).hexdigest(length=16))
+
+    def header(self, name: str) -> str | None:
+        """The last header of this name as text (bytes that are no UTF-8 are replaced), or None."""
+        for found, value in reversed(self.headers):
+            if found == name and value is not None:
+                return value.decode("utf-8", "replace")
+        return None
+
+    def __repr__(self) -> str:
+        return f"<Message {self.position} key={self.key!r} attempt={self.attempt}>"

@@ -1,0 +1,1 @@
+"""The Spark edge: the data source, its planner, the options and the query."""

@@ -1,0 +1,126 @@
+"""The options of a run: Spark's and Kafka's names where they have one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keylane.errors import SettingsError
+from keylane.kafka.settings import KafkaSettings
+
+BOOTSTRAP = "kafka.bootstrap.servers"
+_KNOWN = (
+    "bootstrap",
+    BOOTSTRAP,
+    "startingOffsets",
+    "epoch",
+    "tasks",
+    "outcomes",
+    "checkpointLocation",
+    "queryName",
+    "availableNow",
+    "format",
+    "path",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How an app runs.
+
+    ====================== =====================================================================================
+    ``bootstrap``          the broker's address; also ``kafka.bootstrap.servers``, or the environment's
+                           ``KEYLANE_BOOTSTRAP``
+    ``startingOffsets``    where to begin when the group has no progress yet: ``"earliest"`` (default), ``"latest"``, or
+                           JSON as for Spark's Kafka source: ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest)
+    ``epoch``              seconds until an epoch ends, drains and is planned anew; 300
+    ``tasks``              at most so many tasks; as many as Spark has slots
+    ``outcomes``           which outcome rows the query gets: ``"all"``, ``"failed"`` (retried or dead) or ``"none"``
+    ``checkpointLocation`` Spark's checkpoint; a temporary one when not given
+    ``queryName``          the query's name in Spark; the app's name
+    ``availableNow``       process what is there now and end
+    ``format``, ``path``   the query's sink for outcome rows, as of ``writeStream``; ``"noop"``: they go nowhere
+    ``kafka.…``            any setting of librdkafka, for SASL, TLS and the like
+    ====================== =====================================================================================
+    """
+
+    settings: KafkaSettings
+    starting: str | Mapping[int, int] = "earliest"
+    epoch: float = 300.0
+    tasks: int | None = None
+    outcomes: str = "all"
+    checkpoint: str | None = None
+    name: str | None = None
+    available_now: bool = False
+    format: str = "noop"
+    path: str | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], topic: str) -> Options:
+        """Options from what the user gave. Raises :class:`SettingsError` that names the option and a near match."""
+        extra = {}
+        for name in given:
+            if name in _KNOWN:
+                continue
+            if not name.startswith("kafka."):
+                near = difflib.get_close_matches(name, _KNOWN, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f". Known: {', '.join(_KNOWN)}, kafka.*"
+                raise SettingsError(f"unknown option {name!r}{hint}")
+            extra[name.removeprefix("kafka.")] = str(given[name])
+        bootstrap = given.get("bootstrap") or given.get(BOOTSTRAP) or os.environ.get("KEYLANE_BOOTSTRAP")
+        if not bootstrap:
+            raise SettingsError(
+                "no broker given: pass bootstrap='host:9092' or set KEYLANE_BOOTSTRAP. "
+                "'keylane broker start' starts one on this machine"
+            )
+        return cls(
+            settings=KafkaSettings(str(bootstrap), extra),
+            starting=_starting(given.get("startingOffsets", "earliest"), topic),
+            epoch=_number("epoch", given.get("epoch", 300.0)),
+            tasks=None if given.get("tasks") in (None, "auto") else int(_number("tasks", given["tasks"], whole=True)),
+            outcomes=_choice("outcomes", given.get("outcomes", "all"), ("all", "failed", "none")),
+            checkpoint=given.get("checkpointLocation"),
+            name=given.get("queryName"),
+            available_now=_yes("availableNow", given.get("availableNow", False)),
+            format=str(given.get("format", "noop")),
+            path=given.get("path"),
+        )
+
+
+def _number(name: str, value: Any, *, whole: bool = False) -> float:
+    try:
+        number = int(value) if whole else float(value)
+    except (TypeError, ValueError):
+        number = 0
+    if not number > 0 or number == float("inf"):
+        raise SettingsError(f"option {name}={value!r}: needs a {'whole number of at least 1' if whole else 'number above 0'}")
+    return number
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise SettingsError(f"option {name}={value!r}: needs one of {', '.join(choices)}")
+    return str(value)
+
+
+def _yes(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return _choice(name, str(value).lower(), ("true", "false")) == "true"
+
+
+def _starting(value: Any, topic: str) -> str | dict[int, int]:
+    if value in ("earliest", "latest"):
+        return str(value)
+    try:
+        offsets = json.loads(value)[topic]
+        return {int(partition): int(offset) for partition, offset in offsets.items()}
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise SettingsError(
+            f'option startingOffsets={value!r}: needs "earliest", "latest" or JSON such as '
+            f'{{"{topic}": {{"0": 23, "1": -2}}}}'
+        ) from None

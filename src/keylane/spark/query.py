@@ -1,0 +1,117 @@
+"""Starting an app on Spark, and stopping it so that nothing is left half done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.streaming.query import StreamingQuery
+
+from keylane.errors import KeylaneError, SettingsError
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.state import order_stop
+from keylane.spark.options import Options
+from keylane.spark.parcel import Parcel, pack
+from keylane.spark.source import LaneSource, RunPlan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from keylane.app import App
+
+log = logging.getLogger("keylane.query")
+
+
+class LaneQuery(StreamingQuery):
+    """A ``StreamingQuery`` of an app. :meth:`stop` drains first."""
+
+    def __init__(self, query: StreamingQuery, app: App, plan: RunPlan, partitions: int) -> None:
+        super().__init__(query._jsq)  # noqa: SLF001 - the one way to extend Spark's own object
+        self._app = app
+        self._plan = plan
+        self._partitions = partitions
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop fetching, finish what is running, commit, and end the query.
+
+        Returns when all that has happened, or after ``timeout`` seconds (the app's ``drain_timeout`` and a few more):
+        then the query is ended as it is, and what was not done runs again next time.
+        """
+        if self.isActive:
+            try:
+                self._drain(self._app.drain_timeout + 15 if timeout is None else timeout)
+            except KeylaneError as error:
+                log.warning("stopping without a drain: %s", error)
+        super().stop()
+
+    def _drain(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        order_stop(self._plan.settings, self._app.state, self._partitions, self._plan.run)
+        # The epoch that was running when the order was written is the next to be reported or the one after it (when
+        # its predecessor's report was still on its way). Epochs that begin after the order end at once.
+        last = self._batch() + 2
+        while self.isActive and self._batch() < last:
+            if time.monotonic() > deadline:
+                log.warning("app %r was not drained within %g s", self._app.name, timeout)
+                return
+            time.sleep(0.05)
+
+    def _batch(self) -> int:
+        progress = self.lastProgress
+        return -1 if progress is None else int(progress["batchId"])
+
+
+def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> LaneQuery:
+    """See :meth:`keylane.App.start`."""
+    options, plan, partitions = _plan(app, spark, parcel, given)
+    writer = _read(spark, plan).writeStream.format(options.format).queryName(options.name or app.name)
+    if options.path:
+        writer = writer.option("path", options.path)
+    if options.checkpoint:
+        writer = writer.option("checkpointLocation", options.checkpoint)
+    if options.available_now:
+        writer = writer.trigger(availableNow=True)
+    return LaneQuery(writer.start(), app, plan, partitions)
+
+
+def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> DataFrame:
+    """See :meth:`keylane.App.outcomes`."""
+    for name in ("checkpointLocation", "queryName", "availableNow", "format", "path"):
+        if name in given:
+            raise SettingsError(f"option {name!r} belongs to the writeStream that you start yourself")
+    return _read(spark, _plan(app, spark, parcel, given)[1])
+
+
+def _plan(app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str, Any]) -> tuple[Options, RunPlan, int]:
+    app.check()
+    options = Options.parse(given, app.source)
+    context = spark.sparkContext
+    if context.getConf().get("spark.speculation", "false").lower() == "true":
+        raise SettingsError(
+            "spark.speculation is on: Spark would run a lane twice at the same time. Turn it off for this session"
+        )
+    if "PYSPARK_PYTHON" not in os.environ and context.master.startswith("local"):
+        context.pythonExec = sys.executable  # the workers need the packages that are installed here
+    partitions = Cluster(options.settings).prepare(app)
+    slots = max(1, context.defaultParallelism // int(context.getConf().get("spark.task.cpus", "1")))
+    plan = RunPlan(
+        run=uuid.uuid4().hex,
+        app=app.name,
+        topic=app.source,
+        parcel=parcel or pack(app),
+        settings=options.settings,
+        starting=options.starting,
+        epoch=options.epoch,
+        tasks=min(options.tasks or slots, slots),
+        outcomes=options.outcomes,
+    )
+    return options, plan, partitions
+
+
+def _read(spark: SparkSession, plan: RunPlan) -> DataFrame:
+    spark.dataSource.register(type("LaneSource", (LaneSource,), {"plan": plan}))
+    return spark.readStream.format("keylane").load()

@@ -1,0 +1,154 @@
+"""The data source ``keylane``: the planner that cuts epochs into tasks, and the read that runs them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
+
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.task import Task, TaskPlan
+from keylane.spark.outcomes import DDL, to_arrow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.spark.parcel import Parcel
+
+EARLIEST, LATEST = -2, -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What is the same in every epoch of a run. Travels inside the data source's class."""
+
+    run: str
+    app: str
+    topic: str
+    parcel: Parcel
+    settings: KafkaSettings
+    starting: str | Mapping[int, int]
+    epoch: float
+    tasks: int
+    outcomes: str
+
+
+class TaskPartition(InputPartition):
+    """Spark's unit of work: one task's plan for one epoch."""
+
+    def __init__(self, plan: TaskPlan) -> None:
+        super().__init__(plan)
+        self.plan = plan
+
+
+class LaneSource(DataSource):
+    """Subclassed for every run, with its plan in it."""
+
+    plan: ClassVar[RunPlan]
+
+    @classmethod
+    def name(cls) -> str:
+        return "keylane"
+
+    def schema(self) -> str:
+        return DDL
+
+    def streamReader(self, schema: StructType) -> LaneReader:  # noqa: N802, ARG002 - Spark's names
+        return LaneReader(self.plan)
+
+
+class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The planner (in a Python process beside the driver) and the tasks (on the executors).
+
+    An offset is an epoch's number and where each partition stood when it began: the fallback for progress that the
+    group has lost. Kafka's group is the truth.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._target: dict[int, int] | None = None
+
+    # The planner.
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        plan, cluster = self._plan, Cluster(self._plan.settings)
+        partitions = range(cluster.partitions(plan.topic))
+        beginnings = cluster.ends(plan.topic, partitions, earliest=True)
+        if plan.starting == "earliest":
+            starts = beginnings
+        else:
+            ends = cluster.ends(plan.topic, partitions)
+            chosen = {} if isinstance(plan.starting, str) else plan.starting
+            default = LATEST if plan.starting == "latest" else EARLIEST
+            named = {EARLIEST: beginnings, LATEST: ends}
+            starts = {}
+            for p in partitions:
+                offset = chosen.get(p, default)
+                starts[p] = named[offset][p] if offset in named else offset
+        return _offset(0, starts)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        cluster = Cluster(self._plan.settings)
+        self._target = cluster.ends(self._plan.topic, range(cluster.partitions(self._plan.topic)))
+
+    def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
+        cluster = Cluster(self._plan.settings)
+        starts = self._positions(cluster, start)
+        if self._target is not None and all(starts.get(p, 0) >= end for p, end in self._target.items()):
+            return start
+        return _offset(start["epoch"] + 1, starts)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
+        if start == end:
+            return []
+        plan = self._plan
+        starts = {int(p): offset for p, offset in end["starts"].items()}
+        count = min(plan.tasks, len(starts))
+        shares = [[p for p in sorted(starts) if p % count == task] for task in range(count)]
+        return [
+            TaskPartition(
+                TaskPlan(
+                    run=plan.run,
+                    epoch=end["epoch"],
+                    task=task,
+                    settings=plan.settings,
+                    starts={p: starts[p] for p in share},
+                    until=None if self._target is None else {p: self._target.get(p, 0) for p in share},
+                    seconds=plan.epoch,
+                    outcomes=plan.outcomes,
+                )
+            )
+            for task, share in enumerate(shares)
+        ]
+
+    def _positions(self, cluster: Cluster, start: dict[str, Any]) -> dict[int, int]:
+        """Where each partition stands: the group's offset, else what the last epoch began with, else the beginning."""
+        plan = self._plan
+        partitions = range(cluster.partitions(plan.topic))
+        positions = {int(p): int(offset) for p, offset in start["starts"].items()}
+        missing = [p for p in partitions if p not in positions]
+        if missing:  # partitions that were added to the topic: everything in them is new
+            positions |= cluster.ends(plan.topic, missing, earliest=True)
+        committed = cluster.committed(plan.app, plan.topic, partitions)
+        return positions | {p: offset for p, (offset, _) in committed.items()}
+
+    # The tasks.
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Run one task's epoch."""
+        assert isinstance(partition, TaskPartition)
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+        task = Task(self._plan.parcel.open(), partition.plan)
+        for deliveries in task.outcomes():
+            yield to_arrow(deliveries, task.owner, partition.plan.epoch)
+
+
+def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:
+    return {"epoch": epoch, "starts": {str(p): offset for p, offset in sorted(starts.items())}}

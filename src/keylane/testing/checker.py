@@ -1,0 +1,311 @@
+"""Judges a history: one message of a lane at a time, in order, nothing lost, nothing done twice.
+
+The rules, for every lane:
+
+* **No overlap.** No attempt starts while another one of the lane is open, whoever runs it. An attempt that never ended
+  was ended by the death of its owner, which happened after the owner's last event anywhere in the history.
+* **Nothing overtakes.** A message starts only when every earlier message of its lane is finished: it ended with a
+  final outcome, or the caller says (``finished``) that it became a dead letter. A failed message therefore runs again
+  before a later one starts.
+* **Going back is for a new owner.** After a crash the next owner may repeat what was finished already. That is counted.
+  From there it has to go forward again: the same owner never starts an earlier offset of a lane than it did before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from keylane.testing.findings import Findings
+from keylane.testing.history import FINAL, Kind, collector_paused
+from keylane.testing.verdict import Counts, Flaw, Sent, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable
+
+    from keylane.testing.history import Event, History
+
+Position = tuple[int, int]
+"""Partition and offset."""
+Order = Literal["key", "partition", "global", "none"]
+
+
+def check(
+    history: History,
+    *,
+    sent: Mapping[Position, bytes | None] | Iterable[Sent],
+    finished: Collection[Position] = (),
+    allow_repeats: int = 0,
+    order: Order = "key",
+    min_seen: float = 0.5,
+) -> Verdict:
+    """Judges what a history shows about the messages that were sent.
+
+    ``sent`` is every message of the source topic. ``finished`` are those that are known to be finished by other
+    evidence than a final end, because a stage cannot see that its failed attempt was the last one: dead letters in
+    their topic, skipped duplicates. ``allow_repeats`` is how often *one* message may finish again. ``order`` is the
+    app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. A history that shows fewer
+    than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is not ok.
+
+    Raises ValueError for an order that does not exist.
+    """
+    if order not in ("key", "partition", "global", "none"):
+        raise ValueError(f"order is key, partition, global or none, not {order!r}")
+    keys = (
+        dict(sent)
+        if isinstance(sent, Mapping)
+        else {(partition, offset): key for key, partition, offset in sent}
+    )
+    with collector_paused():
+        judge = _Judge(history.events, keys, frozenset(finished), order)
+        judge.run()
+        judge.look_for_loss_and_repeats(allow_repeats)
+        judge.look_for_proof(min_seen)
+        return judge.verdict()
+
+
+class _Lane:
+    """The messages of one lane in one partition, and how far they are."""
+
+    __slots__ = ("blamed", "finished", "last", "low", "offsets", "passed", "started")
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.finished: set[int] = set()  # indices at or above `low`
+        self.low = 0  # index of the first message that is not finished
+        self.blamed = -1  # the unfinished message that was reported last: once is enough
+        self.last: dict[str, int] = {}  # per owner, the offset it started last
+        self.passed: dict[int, int] = {}  # finished by declaration only: offset -> attempts by then
+        self.started = 0  # different messages that were started
+
+    def finish(self, index: int) -> None:
+        if index >= self.low:
+            self.finished.add(index)
+            while self.low in self.finished:
+                self.finished.remove(self.low)
+                self.low += 1
+
+
+class _Judge:
+    """One pass over the events. Everything it keeps is written by `run` and read by the steps after it."""
+
+    def __init__(
+        self,
+        events: tuple[Event, ...],
+        sent: dict[Position, bytes | None],
+        declared: frozenset[Position],
+        order: Order,
+    ) -> None:
+        self.events = events
+        self.sent = sent
+        self.declared = declared
+        self.order = order
+        self.alive_until = {event.owner: event.seq for event in events}
+        self.lanes = self._make_lanes()
+        self.starts: dict[Position, int] = {}  # the highest attempt that was started
+        self.finals: dict[Position, int] = {}
+        self.again: dict[Position, int] = {}  # repeats of messages that are finished by declaration
+        self.open: dict[Hashable, list[Event]] = {}
+        self.owner_of: dict[bytes, str | None] = {}  # None: more than one
+        self.attempts = 0
+        self.retried: set[Position] = set()
+        self.findings = Findings()
+
+    def _make_lanes(self) -> dict[Hashable, _Lane]:
+        lanes: dict[Hashable, _Lane] = {}
+        if self.order == "none":
+            return lanes
+        by_key = self.order == "key"
+        for position in sorted(self.sent):
+            partition, offset = position
+            key = self.sent[position]
+            if by_key and key is None:
+                continue
+            name: Hashable = (key, partition) if by_key else partition
+            lane = lanes.get(name)
+            if lane is None:
+                lane = lanes[name] = _Lane()
+            lane.offsets.append(offset)
+        return lanes
+
+    def _lane(self, event: Event) -> _Lane | None:
+        return self.lanes.get((event.key, event.partition) if self.order == "key" else event.partition)
+
+    def _alone(self, event: Event) -> Hashable:
+        """What may have one open attempt only. Two events without a lane share nothing but their own position."""
+        if self.order == "global":
+            return "everything"
+        if self.order == "partition":
+            return event.partition
+        if self.order == "key" and event.key is not None:
+            return event.key
+        return (event.partition, event.offset, event.attempt, event.owner)
+
+    def run(self) -> None:
+        start = Kind.START
+        for index, event in enumerate(self.events):
+            if event.kind is start:
+                self._start(index, event)
+            else:
+                self._end(index, event)
+
+    def _start(self, index: int, event: Event) -> None:
+        key, owner = event.key, event.owner
+        position = (event.partition, event.offset)
+        self.attempts += 1
+        if event.attempt > 1:
+            self.retried.add(position)
+        if key is not None and self.owner_of.setdefault(key, owner) != owner:
+            self.owner_of[key] = None
+        if self.sent.get(position, b"" if key is None else None) != key:
+            self.findings.add(Flaw.UNKNOWN, "no such message was sent under this key", index, event)
+            return
+
+        opened = self.open.setdefault(self._alone(event), [])
+        if opened:
+            alive = [other for other in opened if self.alive_until[other.owner] >= event.seq]
+            if alive:
+                other = alive[0]
+                self.findings.add(
+                    Flaw.OVERLAP,
+                    f"started while attempt {other.attempt} at {other.partition}/{other.offset} was open"
+                    f" (owner {other.owner})",
+                    index,
+                    event,
+                )
+            opened[:] = alive  # the others died with their owner
+
+        lane = self._lane(event)
+        if lane is not None:
+            self._check_order(lane, index, event, opened)
+            lane.last[owner] = event.offset
+            if position not in self.starts:
+                lane.started += 1
+        opened.append(event)
+        if event.attempt >= self.starts.get(position, 0):
+            self.starts[position] = event.attempt
+
+    def _check_order(self, lane: _Lane, index: int, event: Event, opened: list[Event]) -> None:
+        offset = event.offset
+        own = lane.last.get(event.owner)
+        if own is not None and offset < own:
+            self.findings.add(
+                Flaw.ORDER, f"owner {event.owner} went back: it had started offset {own} before", index, event
+            )
+        if lane.passed and offset in lane.passed:
+            before = lane.passed[offset]
+            if event.attempt == before + 1:
+                self.findings.add(
+                    Flaw.ORDER,
+                    f"attempt {event.attempt} came after a later message had started",
+                    index,
+                    event,
+                )
+            else:
+                position = (event.partition, offset)
+                self.again[position] = self.again.get(position, 0) + (event.attempt == 1)
+        place = lane.low
+        if lane.offsets[place : place + 1] == [offset]:
+            return  # the usual case: the first that is not finished
+        place = bisect_left(lane.offsets, offset)
+        while lane.low < place:
+            waiting = (event.partition, lane.offsets[lane.low])
+            if waiting not in self.declared or any((o.partition, o.offset) == waiting for o in opened):
+                break
+            lane.passed[waiting[1]] = self.starts.get(waiting, 0)
+            lane.finish(lane.low)
+        if lane.low < place and lane.blamed != lane.low:
+            lane.blamed = lane.low
+            self.findings.add(
+                Flaw.ORDER, f"started while offset {lane.offsets[lane.low]} was not finished", index, event
+            )
+
+    def _end(self, index: int, event: Event) -> None:
+        alone = self._alone(event)
+        opened = self.open.get(alone, [])
+        for place, other in enumerate(opened):
+            if other[1:6] == event[1:6]:  # key, partition, offset, attempt, owner
+                del opened[place]
+                break
+        else:
+            position = (event.partition, event.offset)
+            if self.sent.get(position, b"" if event.key is None else None) == event.key:
+                self.findings.add(Flaw.STRAY, "an end without a start", index, event)
+            return
+        if not opened and isinstance(alone, tuple):
+            del self.open[alone]  # of no lane: nothing will ask for it again
+        if event.outcome in FINAL:
+            position = (event.partition, event.offset)
+            self.finals[position] = self.finals.get(position, 0) + 1
+            lane = self._lane(event)
+            if lane is not None:
+                lane.finish(bisect_left(lane.offsets, event.offset))
+
+    def look_for_loss_and_repeats(self, allow_repeats: int) -> None:
+        self.lost = tuple(
+            Sent(self.sent[position], *position)
+            for position in sorted(self.sent.keys() - self.finals.keys() - self.declared)
+        )
+        more = {position: count - 1 for position, count in self.finals.items() if count > 1}
+        for position, count in self.again.items():
+            more[position] = more.get(position, 0) + count
+        self.repeats = sum(more.values())
+        too_often = {position for position, count in more.items() if count > allow_repeats}
+        if not self.lost and not too_often:
+            return
+        last: dict[Position, int] = {}
+        wanted = too_often.union((partition, offset) for _, partition, offset in self.lost)
+        for index, event in enumerate(self.events):
+            if (event.partition, event.offset) in wanted:
+                last[event.partition, event.offset] = index
+        for key, partition, offset in self.lost:
+            found = last.get((partition, offset))
+            message = Sent(key, partition, offset)
+            if found is None:
+                self.findings.add(Flaw.LOST, "sent and never started", message=message)
+            else:
+                self.findings.add(Flaw.LOST, "started and never finished", found, self.events[found], message)
+        for position in sorted(too_often):
+            index = last[position]
+            detail = f"finished {more[position] + 1} times, {allow_repeats + 1} allowed"
+            self.findings.add(Flaw.REPEAT, detail, index, self.events[index])
+
+    def look_for_proof(self, min_seen: float) -> None:
+        seen = sum(1 for position in self.sent if position in self.starts or position in self.declared)
+        if not self.sent or not self.events:
+            self.findings.add(
+                Flaw.THIN, f"{len(self.sent)} messages sent, {len(self.events)} events in the history"
+            )
+        elif seen < min_seen * len(self.sent):
+            self.findings.add(
+                Flaw.THIN,
+                f"{seen} of {len(self.sent)} messages were seen, at least {min_seen:.0%} are needed",
+            )
+        elif self.order != "none" and all(lane.started < 2 for lane in self.lanes.values()):
+            self.findings.add(
+                Flaw.THIN, "no lane has two messages that were started: order was never put to the test"
+            )
+
+    def verdict(self) -> Verdict:
+        one_owner = sum(1 for owner in self.owner_of.values() if owner is not None)
+        return Verdict(
+            violations=self.findings.with_timelines(self.events, self._line),
+            tally=self.findings.tally,
+            lost=self.lost,
+            repeats=self.repeats,
+            counts=Counts(
+                sent=len(self.sent),
+                messages=len(self.starts),
+                attempts=self.attempts,
+                keys=len(self.owner_of),
+                owners=len(self.alive_until),
+                retried=len(self.retried),
+            ),
+            affinity=one_owner / len(self.owner_of) if self.owner_of else 1.0,
+        )
+
+    def _line(self, event: Event) -> Hashable:
+        """What belongs on one timeline: the lane, or without one the message."""
+        alone = self._alone(event)
+        return alone if not isinstance(alone, tuple) else alone[:2]

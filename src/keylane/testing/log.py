@@ -1,0 +1,167 @@
+"""A log in memory: topics, partitions and records, shaped as Kafka's are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_MASK = 0xFFFFFFFF
+_CREATE_TIME = 1  # Kafka's number for a timestamp that the producer has set
+
+
+def murmur2(data: bytes) -> int:
+    """The hash by which Java clients choose a partition, as the signed 32-bit number that Java sees."""
+    m = 0x5BD1E995
+    h = (0x9747B28C ^ len(data)) & _MASK
+    whole = len(data) & ~3
+    for i in range(0, whole, 4):
+        k = int.from_bytes(data[i : i + 4], "little") * m & _MASK
+        k = (k ^ k >> 24) * m & _MASK
+        h = h * m & _MASK ^ k
+    if whole < len(data):
+        h = (h ^ int.from_bytes(data[whole:], "little")) * m & _MASK
+    h = (h ^ h >> 13) * m & _MASK
+    h ^= h >> 15
+    return h - (1 << 32) if h >> 31 else h
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition that every client whose partitioner is Java's puts this key into."""
+    return (murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+class MemoryRecord:
+    """One record; a :class:`keylane.message.Record`. Made by :meth:`MemoryLog.append`."""
+
+    __slots__ = ("_headers", "_key", "_offset", "_partition", "_timestamp", "_topic", "_value")
+
+    def __init__(
+        self,
+        *,
+        topic: str,
+        partition: int,
+        offset: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Iterable[tuple[str, bytes | None]] = (),
+        timestamp: int | None = None,
+    ) -> None:
+        self._topic = topic
+        self._partition = partition
+        self._offset = offset
+        self._key = key
+        self._value = value
+        self._headers = tuple(headers)
+        self._timestamp = timestamp
+
+    def topic(self) -> str:
+        """The topic it lies in."""
+        return self._topic
+
+    def partition(self) -> int:
+        """The partition it lies in."""
+        return self._partition
+
+    def offset(self) -> int:
+        """Its place there."""
+        return self._offset
+
+    def key(self) -> bytes | None:
+        """The key, None for a keyless record."""
+        return self._key
+
+    def value(self) -> bytes | None:
+        """The value, None for a tombstone."""
+        return self._value
+
+    def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
+        """A new list of them, or None when there are none, as confluent-kafka has it."""
+        return list(self._headers) or None
+
+    def timestamp(self) -> tuple[int, int]:
+        """Kind and milliseconds; ``(0, 0)`` when it carries none."""
+        return (0, 0) if self._timestamp is None else (_CREATE_TIME, self._timestamp)
+
+    def __repr__(self) -> str:
+        return f"<MemoryRecord {self._topic}/{self._partition}/{self._offset} key={self._key!r}>"
+
+
+class MemoryLog:
+    """Topics that exist as soon as they are named, each with ``partitions`` partitions.
+
+    Records with a key go where Java clients put them, keyless ones to each partition in turn.
+
+    >>> log = MemoryLog(partitions=3)
+    >>> log.append("chat.in", key=b"anna", value=b"hello")
+    <MemoryRecord chat.in/1/0 key=b'anna'>
+    """
+
+    def __init__(self, *, partitions: int = 1) -> None:
+        if partitions < 1:
+            raise ValueError(f"a topic has at least 1 partition, not {partitions}")
+        self.partitions = partitions
+        self._topics: dict[str, list[list[MemoryRecord]]] = {}
+        self._ends: dict[tuple[str, int], int] = {}
+        self._turns: dict[str, int] = {}
+
+    def append(
+        self,
+        topic: str,
+        *,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Iterable[tuple[str, bytes | None]] = (),
+        timestamp: int | None = None,
+        partition: int | None = None,
+    ) -> MemoryRecord:
+        """Write a record and return it. ``timestamp`` in milliseconds; ``partition`` only to overrule the key.
+
+        Raises ValueError for a partition that does not exist.
+        """
+        if partition is None:
+            partition = self.choose(topic, key)
+        lane = self._partition(topic, partition)
+        record = MemoryRecord(
+            topic=topic,
+            partition=partition,
+            offset=self.end(topic, partition),
+            key=key,
+            value=value,
+            headers=headers,
+            timestamp=timestamp,
+        )
+        lane.append(record)
+        self._ends[topic, partition] = record.offset() + 1
+        return record
+
+    def choose(self, topic: str, key: bytes | None) -> int:
+        """The partition for the next record with this key."""
+        if key is not None:
+            return partition_of(key, self.partitions)
+        turn = self._turns.get(topic, 0)
+        self._turns[topic] = turn + 1
+        return turn % self.partitions
+
+    def skip(self, topic: str, partition: int, offsets: int = 1) -> None:
+        """Leave a hole before the next record, as compaction and transaction markers do."""
+        self._partition(topic, partition)
+        self._ends[topic, partition] = self.end(topic, partition) + offsets
+
+    def records(self, topic: str, partition: int | None = None, *, start: int = 0) -> list[MemoryRecord]:
+        """The records of one partition, or of all one after another, from offset ``start`` on."""
+        if partition is not None:
+            return [record for record in self._partition(topic, partition) if record.offset() >= start]
+        return [
+            record for each in range(self.partitions) for record in self.records(topic, each, start=start)
+        ]
+
+    def end(self, topic: str, partition: int) -> int:
+        """The offset of the next record."""
+        return self._ends.get((topic, partition), 0)
+
+    def _partition(self, topic: str, partition: int) -> list[MemoryRecord]:
+        if not 0 <= partition < self.partitions:
+            raise ValueError(f"topic {topic!r} has partitions 0 to {self.partitions - 1}, not {partition}")
+        return self._topics.setdefault(topic, [[] for _ in range(self.partitions)])[partition]

@@ -1,0 +1,65 @@
+"""A real broker and a real Spark, started once for all integration tests, and what they need around them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane.broker import Broker
+from keylane.spark.session import session
+from keylane.testing import Sent, Verdict, check, read_history
+from support import Log
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def broker() -> Iterator[Broker]:
+    with Broker() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def log(broker: Broker) -> Log:
+    return Log(broker.bootstrap)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    running = session("local[2]", "keylane tests")
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A name no other test uses: of the app and, with a suffix, of its topics."""
+    return f"t{next(_numbers)}-{request.node.originalname[5:40].replace('_', '-')}"
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Callable[..., Verdict]:
+    """Judges what the observer wrote into ``tmp_path / 'history'``."""
+
+    def judged(sent: list[Sent], **more: Any) -> Verdict:
+        verdict = check(read_history(tmp_path / "history"), sent=sent, **more)
+        verdict.raise_if_bad()
+        return verdict
+
+    return judged

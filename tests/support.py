@@ -1,0 +1,144 @@
+"""What integration tests share: topics of the test broker, and Spark's worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
+
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.settings import KafkaSettings
+from keylane.testing import Sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One record as read back from a topic."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes | None]]
+    partition: int
+    offset: int
+    timestamp: int
+
+    def header(self, name: str) -> bytes | None:
+        return dict(self.headers).get(name)
+
+
+class Log:
+    """Topics of the test broker: made, filled and read back."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self.bootstrap = bootstrap
+        self.settings = KafkaSettings(bootstrap)
+        self.cluster = Cluster(self.settings)
+
+    def create(self, *topics: str, partitions: int = 4, **config: str) -> None:
+        for topic in topics:
+            self.cluster.ensure(topic, partitions, {k.replace("_", "."): v for k, v in config.items()})
+
+    def send(self, topic: str, messages: Iterable[dict[str, Any]]) -> list[Sent]:
+        """Produce in order; returns where each message went, in the order of the messages."""
+        producer = Producer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "enable.idempotence": True,
+                "linger.ms": 20,
+                "compression.type": "lz4",
+                "partitioner": "murmur2_random",
+                "queue.buffering.max.messages": 1_000_000,
+                "message.max.bytes": 4_000_000,
+            }
+        )
+        went: list[Sent] = []
+
+        def delivered(error: Any, message: Any) -> None:
+            assert error is None, error
+            went.append(Sent(message.key(), message.partition(), message.offset()))
+
+        for number, message in enumerate(messages):
+            producer.produce(topic, on_delivery=delivered, **message)
+            if number % 1000 == 0:
+                producer.poll(0)
+        assert producer.flush(30) == 0
+        return went
+
+    def read(self, topic: str) -> list[Row]:
+        """Everything in the topic, partition by partition."""
+        partitions = range(self.cluster.partitions(topic))
+        ends = self.cluster.ends(topic, partitions)
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "group.id": "reader",
+                "enable.auto.commit": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "earliest",
+            }
+        )
+        rows: list[Row] = []
+        try:
+            for partition in partitions:
+                if not ends[partition]:
+                    continue
+                consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING)])
+                open_ = True
+                while open_:
+                    for message in consumer.consume(5000, 5):
+                        if message.error() is not None:
+                            assert message.error().name() == "_PARTITION_EOF", message.error()
+                            open_ = False
+                            continue
+                        rows.append(
+                            Row(
+                                key=message.key(),
+                                value=message.value(),
+                                headers=list(message.headers() or []),
+                                partition=message.partition(),
+                                offset=message.offset(),
+                                timestamp=message.timestamp()[1],
+                            )
+                        )
+        finally:
+            consumer.close()
+        return rows
+
+    def count(self, topic: str) -> int:
+        """Records ever written to the topic."""
+        return sum(self.cluster.ends(topic, range(self.cluster.partitions(topic))).values())
+
+    def lag(self, app: str, topic: str) -> int:
+        partitions = range(self.cluster.partitions(topic))
+        ends = self.cluster.ends(topic, partitions)
+        committed = self.cluster.committed(app, topic, partitions)
+        return sum(end - committed.get(p, (0, None))[0] for p, end in ends.items())
+
+
+def python_workers(of: int | None = None) -> list[int]:
+    """Processes of Spark's Python workers below this process: those that run tasks, not their daemon or the planner."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for line in listed.splitlines()[1:]:
+        pid, ppid, command = line.split(None, 2)
+        parents[int(pid)], commands[int(pid)] = int(ppid), command
+    daemons = {p for p, c in commands.items() if "pyspark.daemon" in c and "pyspark.daemon" not in commands.get(parents[p], "")}
+
+    def below(pid: int) -> bool:
+        while pid > 1:
+            if pid == (of or os.getpid()):
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    return [p for p, parent in parents.items() if parent in daemons and below(p)]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
