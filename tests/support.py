@@ -128,7 +128,11 @@ def python_workers(of: int | None = None) -> list[int]:
     for line in listed.splitlines()[1:]:
         pid, ppid, command = line.split(None, 2)
         parents[int(pid)], commands[int(pid)] = int(ppid), command
-    daemons = {p for p, c in commands.items() if "pyspark.daemon" in c and "pyspark.daemon" not in commands.get(parents[p], "")}
+    daemons = {
+        p
+        for p, c in commands.items()
+        if "pyspark.daemon" in c and "pyspark.daemon" not in commands.get(parents[p], "")
+    }
 
     def below(pid: int) -> bool:
         while pid > 1:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from keylane.core.retry import Retry
@@ -32,8 +33,11 @@ class Observer(Protocol):
     It travels to the tasks with the app, so it must be picklable.
     """
 
-    def started(self, message: Message, attempt: int) -> None: ...
-    def ended(self, message: Message, attempt: int, outcome: str) -> None: ...
+    def started(self, message: Message, attempt: int) -> None:
+        """An attempt begins; it is the message's ``attempt``-th, over all stages."""
+
+    def ended(self, message: Message, attempt: int, outcome: str) -> None:
+        """It is over: ``ok``, ``dead``, or ``retry`` when there will be another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +95,30 @@ class App:
         self.source = _topic_name("source", source)
         self.sink = None if sink is None else _topic_name("sink", sink)
         if len(name) > 240:
-            raise SettingsError(f"App name {name[:20]!r}… is too long: 240 characters at most, its topics are named after it")
+            raise SettingsError(
+                f"App name {name[:20]!r}… is too long: 240 characters at most, its topics are named after it"
+            )
         if source == sink:
-            raise SettingsError(f"App {name!r}: source and sink are both {source!r}; it would read its own results for ever")
+            raise SettingsError(
+                f"App {name!r}: source and sink are both {source!r}; it would read its own results for ever"
+            )
         if source in (self.dlq, self.state) or sink in (self.dlq, self.state):
-            raise SettingsError(f"App {name!r}: {self.dlq!r} and {self.state!r} are the app's own topics, not a source or sink")
+            raise SettingsError(
+                f"App {name!r}: {self.dlq!r} and {self.state!r} are the app's own topics, not a source or sink"
+            )
         if isinstance(decode, str) and decode not in ("json", "text"):
-            raise SettingsError(f"App {name!r}: decode={decode!r} is not known; give a function, 'json' or 'text'")
+            raise SettingsError(
+                f"App {name!r}: decode={decode!r} is not known; give a function, 'json' or 'text'"
+            )
         if decode is not None and not isinstance(decode, str) and not callable(decode):
-            raise SettingsError(f"App {name!r}: decode must be a function, 'json' or 'text', not {type(decode).__name__}")
-        self.retry = retry if retry is not None else Retry()
+            raise SettingsError(
+                f"App {name!r}: decode must be a function, 'json' or 'text', not {type(decode).__name__}"
+            )
+        if observer is not None and not (hasattr(observer, "started") and hasattr(observer, "ended")):
+            raise SettingsError(
+                f"App {name!r}: observer={observer!r} needs the methods 'started' and 'ended'"
+            )
+        self.retry = _retry(f"App {name!r}", retry) or Retry()
         self.decode = decode
         self.capacity = _at_least("capacity", capacity, 1)
         self.commit_interval = _more_than_zero("commit_interval", commit_interval)
@@ -145,11 +163,14 @@ class App:
         def declare(function: F) -> F:
             name = getattr(function, "__name__", type(function).__name__)
             where = f"App {self.name!r}, stage {name!r}"
-            parameters = _parameters(function, where)
+            parameters = _parameters(function, where, stage=True)
             if not parameters:
                 raise SettingsError(f"{where}: it takes no argument; a stage is given the message")
+            _retry(where, retry)
             if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-                raise SettingsError(f"{where}: it is a generator; a stage returns its result instead of yielding it")
+                raise SettingsError(
+                    f"{where}: it is a generator; a stage returns its result instead of yielding it"
+                )
             is_async = _is_async(function)
             if timeout is not None:
                 _more_than_zero(f"timeout of {where}", timeout)
@@ -184,7 +205,7 @@ class App:
         closes it), or returns it when there is nothing to close. Stages take it by its name as a parameter, and so do
         resources that are declared after it.
         """
-        name = function.__name__
+        name = getattr(function, "__name__", type(function).__name__)
         where = f"App {self.name!r}, resource {name!r}"
         if name in self.resources:
             raise SettingsError(f"{where}: there is a resource of this name already")
@@ -194,11 +215,7 @@ class App:
     def check(self) -> None:
         """Raise :class:`SettingsError` when the app as declared cannot run."""
         if not self.stages:
-            raise SettingsError(
-                f"App {self.name!r} has no stages: declare at least one with @{self.name.replace('-', '_')}.stage"
-                if self.name.isidentifier()
-                else f"App {self.name!r} has no stages: declare at least one with @app.stage"
-            )
+            raise SettingsError(f"App {self.name!r} has no stages: declare at least one with @app.stage")
         known: list[str] = []
         for resource in self.resources.values():
             for need in resource.needs:
@@ -247,15 +264,21 @@ def _topic_name(what: str, name: object) -> str:
 
 
 def _at_least(what: str, number: int, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+    if type(number) is not int or number < least:
         raise SettingsError(f"{what}={number!r}: needs a whole number of at least {least}")
     return number
 
 
 def _more_than_zero(what: str, number: float) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+    if type(number) not in (int, float) or not 0 < number < inf:
         raise SettingsError(f"{what}={number!r}: needs a number above 0, in seconds")
     return float(number)
+
+
+def _retry(where: str, retry: object) -> Retry | None:
+    if retry is not None and not isinstance(retry, Retry):
+        raise SettingsError(f"{where}: retry={retry!r} is no Retry; write retry=Retry(attempts=…)")
+    return retry
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -263,13 +286,25 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _parameters(function: Callable[..., Any], where: str) -> tuple[str, ...]:
-    names = []
-    for parameter in inspect.signature(function).parameters.values():
+def _parameters(function: Callable[..., Any], where: str, *, stage: bool = False) -> tuple[str, ...]:
+    """Names of what it takes. A stage's first is given by position, as the message; the rest by name, as resources."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{where}: it is not a function whose parameters can be read: {error}") from None
+    for place, parameter in enumerate(parameters):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise SettingsError(f"{where}: '*{parameter.name}' names no resource; list the resources it takes by name")
-        names.append(parameter.name)
-    return tuple(names)
+            raise SettingsError(
+                f"{where}: '*{parameter.name}' names no resource; list the resources it takes by name"
+            )
+        if stage and place == 0:
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                raise SettingsError(
+                    f"{where}: {parameter.name!r} is keyword-only; the message comes by position"
+                )
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise SettingsError(f"{where}: {parameter.name!r} is positional-only; resources come by name")
+    return tuple(parameter.name for parameter in parameters)
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -19,13 +19,26 @@ EVENT_VERSION = "event-version"
 class Record(Protocol):
     """What a log hands out: the shape of confluent-kafka's ``Message``, which the in-memory log shares."""
 
-    def topic(self) -> str: ...
-    def partition(self) -> int: ...
-    def offset(self) -> int: ...
-    def key(self) -> bytes | None: ...
-    def value(self) -> bytes | None: ...
-    def headers(self) -> Sequence[tuple[str, bytes | None]] | None: ...
-    def timestamp(self) -> tuple[int, int]: ...
+    def topic(self) -> str:
+        """The topic it lies in."""
+
+    def partition(self) -> int:
+        """The partition it lies in."""
+
+    def offset(self) -> int:
+        """Its place there."""
+
+    def key(self) -> bytes | None:
+        """The key, None for a keyless record."""
+
+    def value(self) -> bytes | None:
+        """The value, None for a tombstone."""
+
+    def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
+        """Names and values in their order, or None."""
+
+    def timestamp(self) -> tuple[int, int]:
+        """Kind and milliseconds; kind 0 when there is none."""
 
 
 class Message:
@@ -71,9 +84,8 @@ class Message:
 
     @property
     def event_id(self) -> str:
-        """The header ``event-id``; without it the position ``topic/partition/offset`` stands in."""
-        found = self.header(EVENT_ID)
-        return found if found is not None else self.position
+        """The header ``event-id``; when missing or empty the position ``topic/partition/offset`` stands in."""
+        return self.header(EVENT_ID) or self.position
 
     @property
     def type(self) -> str | None:
@@ -93,15 +105,15 @@ class Message:
 
     @property
     def request_id(self) -> str:
-        """32 hex digits from key and event id: the same in every attempt, for calls to others that must not count twice."""
+        """32 hex digits from key and event id, the same in every attempt: for calls that must not count twice."""
         key = b"\x00" if self.key is None else b"\x01" + self.key
         return str(blake3(len(key).to_bytes(4, "little") + key + self.event_id.encode()).hexdigest(length=16))
 
     def header(self, name: str) -> str | None:
-        """The last header of this name as text (bytes that are no UTF-8 are replaced), or None."""
+        r"""The last header of this name as text, or None. Bytes that are no UTF-8 become ``\xNN``: ids stay apart."""
         for found, value in reversed(self.headers):
             if found == name and value is not None:
-                return value.decode("utf-8", "replace")
+                return value.decode("utf-8", "backslashreplace")
         return None
 
     def __repr__(self) -> str:

@@ -43,7 +43,11 @@ def chat_app(name: str, history: Path) -> App:
 def messages(count: int, keys: int, seed: int = 1) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     return [
-        {"key": b"k%d" % rng.randrange(keys), "value": b"%d|" % i + b"x" * 100, "headers": [("event-id", b"e%d" % i)]}
+        {
+            "key": b"k%d" % rng.randrange(keys),
+            "value": b"%d|" % i + b"x" * 100,
+            "headers": [("event-id", b"e%d" % i)],
+        }
         for i in range(count)
     ]
 
@@ -55,7 +59,13 @@ def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keys", [10, 5000])
 def test_every_result_once_and_in_the_order_of_its_key(
-    keys: int, log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+    keys: int,
+    log: Log,
+    spark: SparkSession,
+    broker: Broker,
+    name: str,
+    tmp_path: Path,
+    judge: Callable[..., Verdict],
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
     sent = log.send(f"{name}.in", messages(50_000, keys))
@@ -123,4 +133,6 @@ def test_a_killed_worker_loses_nothing_and_repeats_only_since_the_last_commit(
                 first[place] = event.at
     dead = min(death.values())
     assert all(dead - at <= app.commit_interval + 1.0 for at in late.values())
-    print(f"{verdict.facts()}; oldest repeat {max((dead - at for at in late.values()), default=0):.2f} s before the kill")
+    print(
+        f"{verdict.facts()}; oldest repeat {max((dead - at for at in late.values()), default=0):.2f} s before the kill"
+    )

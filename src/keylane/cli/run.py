@@ -24,21 +24,36 @@ _EVERY = 10.0
 
 
 def run(
-    reference: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. shop.orders:app")],
+    reference: Annotated[
+        str, typer.Argument(metavar="MODULE:APP", help="Where the app is, e.g. shop.orders:app")
+    ],
     bootstrap: Annotated[
         str | None,
-        typer.Option(help="The broker's address, host:port. Or set KEYLANE_BOOTSTRAP.", envvar="KEYLANE_BOOTSTRAP"),
+        typer.Option(
+            help="The broker's address, host:port. Or set KEYLANE_BOOTSTRAP.", envvar="KEYLANE_BOOTSTRAP"
+        ),
     ] = None,
     master: Annotated[str, typer.Option(help="Spark's master: local[N] or spark://host:7077.")] = "local[*]",
-    epoch: Annotated[float, typer.Option(help="Seconds until an epoch ends, drains and is planned anew.")] = 300.0,
+    epoch: Annotated[
+        float, typer.Option(help="Seconds until an epoch ends, drains and is planned anew.")
+    ] = 300.0,
     until_caught_up: Annotated[
         bool, typer.Option("--until-caught-up", help="Process what is in the source now, then exit with 0.")
     ] = False,
-    tasks: Annotated[int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Spark's checkpoint folder; a temporary one if not given.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Spark's checkpoint folder; a temporary one if not given.")
+    ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="NAME=VALUE", help="A further option, e.g. -o kafka.security.protocol=SSL"),
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="A further option, e.g. -o kafka.security.protocol=SSL",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the end result as one JSON object.")] = False,
 ) -> None:
@@ -54,7 +69,11 @@ def run(
     """
     given = _options(option or [])
     given |= {"epoch": epoch, "availableNow": until_caught_up}
-    given |= {k: v for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items() if v}
+    given |= {
+        k: v
+        for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items()
+        if v
+    }
     folder = os.getcwd()
     sys.path.insert(0, folder)
 
@@ -90,7 +109,6 @@ def run(
             query.stop()
         last = meter.read()
     finally:
-        meter.close()
         failure = query.exception()
         spark.stop()
     seconds = time.monotonic() - began
@@ -105,7 +123,9 @@ def run(
         }
         typer.echo(jsonlib.dumps(result))
     elif failure is None:
-        console.print(f"{ended}: {last.committed - first.committed:,} messages done in {seconds:.1f} s, lag {last.lag:,}")
+        console.print(
+            f"{ended}: {last.committed - first.committed:,} messages done in {seconds:.1f} s, lag {last.lag:,}"
+        )
     if failure is not None:
         console.print(f"error: {explain(failure)}", style="bold red", markup=False, highlight=False)
         raise typer.Exit(1)
@@ -174,6 +194,10 @@ def explain(failure: Any) -> str:
             return rest
     for line in reversed(lines):
         name, colon, _ = line.partition(": ")
-        if colon and name.replace(".", "").replace("_", "").isalnum() and name.endswith(("Error", "Exception")):
+        if (
+            colon
+            and name.replace(".", "").replace("_", "").isalnum()
+            and name.endswith(("Error", "Exception"))
+        ):
             return line
     return lines[0] if lines else "the query failed"

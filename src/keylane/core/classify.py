@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from enum import Enum
 
 from keylane.errors import Poison, Transient
@@ -19,11 +21,15 @@ class Failure(Enum):
 
 # asyncio.TimeoutError is TimeoutError since Python 3.11; ConnectionError and TimeoutError are kinds of OSError, but not
 # every OSError is about a network: a missing file stays missing.
-_TRANSIENT = (Transient, TimeoutError, ConnectionError, asyncio.IncompleteReadError)
+_TRANSIENT = (Transient, TimeoutError, ConnectionError, asyncio.IncompleteReadError, socket.gaierror)
+_NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+"""What a network says of itself in a plain OSError."""
 
 
 def classify(error: BaseException) -> Failure:
-    """Time-outs, lost connections and :class:`Transient` may pass; everything else is poison, unexpected errors included."""
+    """Time-outs, network trouble and :class:`Transient` may pass; all else is poison, unexpected errors included."""
     if isinstance(error, Poison):
         return Failure.POISON
-    return Failure.TRANSIENT if isinstance(error, _TRANSIENT) else Failure.POISON
+    if isinstance(error, _TRANSIENT) or (isinstance(error, OSError) and error.errno in _NETWORK):
+        return Failure.TRANSIENT
+    return Failure.POISON

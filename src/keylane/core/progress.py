@@ -6,7 +6,9 @@ offset; the text holds the reading position and the pending offsets in between, 
 * ``d``: the distances between pending offsets, as variable-length integers,
 * ``b``: a bitmap from watermark to position, one bit per offset,
 
-each also tried deflated (upper case), then base64. The text begins with a version: ``kl1``.
+each also tried deflated (upper case), then base64. The text begins with a version, ``kl1``; a checksum over it and the
+watermark goes before the content. It counts from the watermark, so it must not be read beside another one: tools that
+copy groups between clusters translate a committed offset and leave its metadata as it was.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import base64
 import binascii
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 from keylane.core.watermark import Progress
 
@@ -60,18 +63,22 @@ def encode(progress: Progress, limit: int | None = None) -> str:
 
 
 def decode(watermark: int, metadata: str | None) -> Restored:
-    """Progress from a committed offset and its metadata. Never raises: metadata that makes no sense is a ``problem``."""
+    """Progress from a committed offset and its metadata. Never raises: metadata without sense is a ``problem``."""
     plain = Progress(watermark=watermark, position=watermark)
     if not metadata:
         return Restored(progress=plain)
     version, _, rest = metadata.partition(":")
     if version != _VERSION:
         kind = "a newer version" if version.startswith("kl") and version[2:].isdigit() else "another program"
-        return Restored(progress=plain, problem=f"the offset's metadata was written by {kind}: {metadata[:40]!r}")
+        return Restored(
+            progress=plain, problem=f"the offset's metadata was written by {kind}: {metadata[:40]!r}"
+        )
     try:
         progress = _decode(watermark, rest)
     except (ValueError, IndexError, binascii.Error, zlib.error) as error:
-        return Restored(progress=plain, problem=f"the offset's metadata is damaged ({error}): {metadata[:40]!r}")
+        return Restored(
+            progress=plain, problem=f"the offset's metadata is damaged ({error}): {metadata[:40]!r}"
+        )
     return Restored(progress=progress)
 
 
@@ -94,11 +101,15 @@ def _encode(progress: Progress) -> str:
     for form, raw in list(forms.items()):
         forms[form.upper()] = zlib.compress(raw, 6)
     form, raw = min(forms.items(), key=lambda item: len(item[1]))
-    return f"{_VERSION}:{form}{base64.b64encode(raw).decode('ascii')}"
+    content = _checksum(progress.watermark, form, raw) + raw
+    return f"{_VERSION}:{form}{base64.b64encode(content).decode('ascii')}"
 
 
 def _decode(watermark: int, text: str) -> Progress:
-    form, raw = text[:1], base64.b64decode(text[1:], validate=True)
+    form, content = text[:1], base64.b64decode(text[1:], validate=True)
+    raw = content[4:]
+    if content[:4] != _checksum(watermark, form, raw):
+        raise ValueError("its checksum does not fit; it belongs to another offset, or was changed")
     if form.isupper():
         inflater = zlib.decompressobj()
         raw = inflater.decompress(raw, _INFLATED_MAX)
@@ -121,13 +132,17 @@ def _decode(watermark: int, text: str) -> Progress:
         pending = [watermark + i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
     else:
         raise ValueError(f"unknown form {form!r}")
-    if any(a >= b for a, b in zip(pending, pending[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(pending)):
         raise ValueError("its offsets do not ascend")
     if pending and (pending[0] != watermark or pending[-1] >= position):
         raise ValueError("its offsets do not fit the committed one")
     if not pending:
         raise ValueError("it holds no pending offset")
     return Progress(watermark=watermark, position=position, pending=tuple(pending))
+
+
+def _checksum(watermark: int, form: str, raw: bytes) -> bytes:
+    return zlib.crc32(raw, zlib.crc32(f"{watermark} {form}".encode())).to_bytes(4, "little")
 
 
 def _distances(progress: Progress) -> bytes:
@@ -171,5 +186,3 @@ def _varints(raw: bytes) -> list[int]:
     if shift or not numbers:
         raise ValueError("it ends in the middle of a number")
     return numbers
-
-

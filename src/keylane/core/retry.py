@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from keylane.errors import SettingsError
@@ -26,14 +27,15 @@ class Retry:
     wait_max: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
+        if type(self.attempts) is not int or self.attempts < 1:
             raise SettingsError(
-                f"Retry(attempts={self.attempts}): at least 1 is needed, the first attempt counts"
+                f"Retry(attempts={self.attempts!r}): needs a whole number of at least 1, the first attempt counts"
             )
-        if not 0 < self.wait_initial <= self.wait_max:
+        waits = (self.wait_initial, self.wait_max)
+        if not all(isinstance(wait, int | float) for wait in waits) or not 0 < waits[0] <= waits[1] < inf:
             raise SettingsError(
-                f"Retry(wait_initial={self.wait_initial}, wait_max={self.wait_max}): "
-                "needs 0 < wait_initial <= wait_max"
+                f"Retry(wait_initial={self.wait_initial!r}, wait_max={self.wait_max!r}): "
+                "needs seconds with 0 < wait_initial <= wait_max"
             )
 
     def ceiling(self, failures: int) -> float:

@@ -22,6 +22,7 @@ class Delivery(Message):
 
     __slots__ = (
         "attempts",
+        "decoded",
         "engine",
         "error",
         "finished",
@@ -40,6 +41,7 @@ class Delivery(Message):
         self.lane: Lane[Delivery] | None = None
         self.settled = False
         self.stage = 0  # the stage that runs next: a retry resumes there
+        self.decoded = False
         self.attempts = 0  # attempts in all stages together
         self.started = 0.0  # wall clock, of the first attempt
         self.finished = 0.0

@@ -151,7 +151,17 @@ class Engine:
         else:
             return True
         finally:
-            await self._cancel_runners()
+            await self.abort()
+
+    async def abort(self) -> None:
+        """Cancel what runs, without waiting for results. Nothing that was running is done."""
+        self._cancelling = True
+        runners = list(self._runners)
+        for task in runners:
+            task.cancel()
+        await asyncio.gather(*runners, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def finish(self) -> None:
         """Wait until everything accepted so far is done."""
@@ -189,6 +199,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """Stop with this error; the first one counts."""
+        self._cancelling = True  # from now on a runner that is cancelled is cancelled from outside
         if not self.failure.done():
             self.failure.set_exception(error)
         self._changed.set()
@@ -213,15 +224,6 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    async def _cancel_runners(self) -> None:
-        self._cancelling = True
-        runners = list(self._runners)
-        for task in runners:
-            task.cancel()
-        await asyncio.gather(*runners, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
-
     async def _run(self) -> None:
         # The hot path. Kept in one function: every call per message saved here is worth 1 to 2% (bench/).
         table, steps, wall, observer = self._table, self._steps, self._wall, self._observer
@@ -232,6 +234,8 @@ class Engine:
         while True:
             lane = table.take()
             if lane is None:
+                if self._cancelling:  # the stage swallowed its cancellation
+                    return
                 parked: asyncio.Future[None] = self._loop.create_future()
                 self._parked.append(parked)
                 self._changed.set()
@@ -246,10 +250,13 @@ class Engine:
             if observer is not None:
                 observer.started(delivery, delivery.attempts)
             try:
-                if delivery.attempts == 1:
-                    delivery.started = wall()
+                if not delivery.decoded:
+                    if delivery.attempts == 1:
+                        delivery.started = wall()
                     if decode is not None and delivery.value is not None:
                         delivery.value = decode(delivery.value)
+                        delivery.attempt = 1
+                    delivery.decoded = True
                 while delivery.stage < last:
                     delivery.value = await steps[delivery.stage].call(delivery)
                     delivery.stage += 1
@@ -274,7 +281,14 @@ class Engine:
             turns += 1
             if turns >= TURNS:
                 turns = 0
-                await asyncio.sleep(0)
+                if self._standby:  # it goes on where this one stops
+                    parked = self._loop.create_future()
+                    self._parked.append(parked)
+                    await parked
+                else:
+                    self._standby = True
+                    await asyncio.sleep(0)
+                self._standby = False
 
     # What happens next.
 
@@ -291,12 +305,16 @@ class Engine:
                 self._table.retry(lane, self._loop.time() + wait)
                 self._arm()
                 return
+        try:
+            message = str(error)
+        except Exception:
+            message = f"<no text: str() of {type(error).__name__} failed>"
         delivery.outcome = Outcome.DEAD
-        delivery.error = f"{type(error).__name__}: {error}"[:_ERROR_LIMIT]
+        delivery.error = f"{type(error).__name__}: {message}"[:_ERROR_LIMIT]
         letter = DeadLetter(
             stage=step.name,
             error=f"{type(error).__module__}.{type(error).__qualname__}",
-            message=str(error)[:_ERROR_LIMIT],
+            message=message[:_ERROR_LIMIT],
             traceback="".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:],
             attempts=delivery.attempts,
             failed_at=self._wall(),
@@ -344,7 +362,9 @@ class Engine:
             try:
                 self._on_done(done)
             except Exception as error:  # noqa: BLE001 - a failure of the task's own code must end the task
-                self.fail(error if isinstance(error, KeylaneError) else KeylaneError(f"internal error: {error!r}"))
+                self.fail(
+                    error if isinstance(error, KeylaneError) else KeylaneError(f"internal error: {error!r}")
+                )
         self._changed.set()
 
     async def _rest(self, rested: Callable[[], bool]) -> None:

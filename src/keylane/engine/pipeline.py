@@ -71,7 +71,9 @@ async def _opened(app: App, resource: Resource, given: dict[str, Any]) -> AsyncI
             try:
                 await stack.aclose()
             except Exception as error:
-                raise ResourceError(f"{where} could not be closed: {type(error).__name__}: {error}") from error
+                raise ResourceError(
+                    f"{where} could not be closed: {type(error).__name__}: {error}"
+                ) from error
 
 
 def _bind(stage: Stage, opened: dict[str, Any], stack: AsyncExitStack) -> Callable[[Message], Awaitable[Any]]:
@@ -95,8 +97,14 @@ def _threaded(
     stack.callback(pool.shutdown, wait=False, cancel_futures=True)
     loop = asyncio.get_running_loop()
 
+    def guarded(message: Message) -> Any:
+        try:
+            return function(message)
+        except StopIteration as error:  # a future cannot carry it: it would never be done
+            raise RuntimeError("the stage raised StopIteration") from error
+
     def call(message: Message) -> Awaitable[Any]:
-        return loop.run_in_executor(pool, function, message)
+        return loop.run_in_executor(pool, guarded, message)
 
     return call
 
@@ -117,7 +125,9 @@ def _timed(
     return call
 
 
-def _limited(function: Callable[[Message], Awaitable[Any]], limit: int) -> Callable[[Message], Awaitable[Any]]:
+def _limited(
+    function: Callable[[Message], Awaitable[Any]], limit: int
+) -> Callable[[Message], Awaitable[Any]]:
     room = asyncio.Semaphore(limit)
 
     async def call(message: Message) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -13,6 +14,8 @@ from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from confluent_kafka import Consumer
 
     from keylane.app import App
     from keylane.kafka.settings import KafkaSettings
@@ -45,12 +48,23 @@ def patiently(call: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topics:
+    """What an app needs to know of its topics."""
+
+    partitions: int
+    """Of the source."""
+    sink_limit: int
+    """The sink's ``max.message.bytes``; 0 without a sink."""
+
+
 class Cluster:
     """The cluster behind a bootstrap address. Every method raises :class:`KafkaError` in words when it gets no answer."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
-        self._admin = settings.admin()
+        self._admin = settings.admin()  # held: its answers never come once it is collected
+        self._readers: dict[str, Consumer] = {}
 
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
@@ -69,38 +83,51 @@ class Cluster:
         topics = self.topics()
         if topic not in topics:
             near = [name for name in sorted(topics) if not name.startswith("__")]
-            known = f"; there are: {', '.join(near[:10])}{' …' if len(near) > 10 else ''}" if near else "; there are no topics"
+            known = (
+                f"; there are: {', '.join(near[:10])}{' …' if len(near) > 10 else ''}"
+                if near
+                else "; there are no topics"
+            )
             raise KafkaError(
                 f"{what} {topic!r} does not exist at {self._settings.bootstrap}{known}. "
                 "Create it, or correct its name"
             )
         return topics[topic]
 
-    def prepare(self, app: App) -> int:
-        """Check the app's source and sink and create the topics it owns; returns the source's number of partitions."""
+    def prepare(self, app: App) -> Topics:
+        """Check the app's source and sink and create the topics it owns."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
+        sink_limit = 0
         if app.sink is not None:
             self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
+            sink_limit = int(self.setting(app.sink, "max.message.bytes"))
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
         self.ensure(app.state, count, {"cleanup.policy": "compact"})
-        return count
+        return Topics(partitions=count, sink_limit=sink_limit)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
         """Create the topic, or give it more partitions when it has fewer."""
         have = self.topics().get(topic)
         if have is None:
             new = NewTopic(topic, num_partitions=partitions, replication_factor=-1, config=config)
-            self._wait(self._admin.create_topics([new], request_timeout=TIMEOUT), f"topic {topic!r} could not be created")
+            self._wait(
+                self._admin.create_topics([new], request_timeout=TIMEOUT),
+                f"topic {topic!r} could not be created",
+            )
         elif have < partitions:
             more = [NewPartitions(topic, partitions)]
-            self._wait(self._admin.create_partitions(more, request_timeout=TIMEOUT), f"topic {topic!r} could not grow")
+            self._wait(
+                self._admin.create_partitions(more, request_timeout=TIMEOUT),
+                f"topic {topic!r} could not grow",
+            )
 
     def setting(self, topic: str, name: str) -> str:
         """One setting of a topic."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         answer = self._wait(
-            self._admin.describe_configs([resource], request_timeout=TIMEOUT), f"settings of topic {topic!r} could not be read"
+            self._admin.describe_configs([resource], request_timeout=TIMEOUT),
+            f"settings of topic {topic!r} could not be read",
         )
         return str(answer[name].value)
 
@@ -118,16 +145,24 @@ class Cluster:
                 ) from error
         return found
 
-    def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, tuple[int, str | None]]:
-        """The group's committed offsets with their metadata; partitions without one are left out."""
-        consumer = self._settings.consumer(group)
+    def committed(
+        self, group: str, topic: str, partitions: Iterable[int]
+    ) -> dict[int, tuple[int, str | None]]:
+        """The group's committed offsets with their metadata; partitions without one are left out.
+
+        Asked through a consumer of its own: one that is to fetch would take a second longer for its first fetch after
+        this question, and the admin client's call for it crashes the process (confluent-kafka 2.16.1).
+        """
+        if group not in self._readers:
+            self._readers[group] = self._settings.consumer(group)
+        reader = self._readers[group]
         asked = [TopicPartition(topic, p) for p in partitions]
         try:
-            found = patiently(lambda: consumer.committed(asked, timeout=TIMEOUT))
+            found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
         except KafkaException as error:
-            raise KafkaError(f"progress of group {group!r} could not be read: {error.args[0].str()}") from error
-        finally:
-            consumer.close()
+            raise KafkaError(
+                f"progress of group {group!r} could not be read: {error.args[0].str()}"
+            ) from error
         for at in found:
             if at.error is not None:
                 raise KafkaError(f"progress of group {group!r} could not be read: {at.error.str()}")

@@ -182,7 +182,9 @@ class Fetcher:
                 self._check_end(partition, offset)
             if records:
                 for partition in counts:
-                    self._check_end(partition, max(r.offset() for r in records if r.partition() == partition) + 1)
+                    self._check_end(
+                        partition, max(r.offset() for r in records if r.partition() == partition) + 1
+                    )
 
     def _check_end(self, partition: int, reached: int) -> None:
         if self._until is None or reached < self._until[partition]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from confluent_kafka import KafkaException, TopicPartition
-
-from keylane.errors import KafkaError
-from keylane.kafka.cluster import TIMEOUT, Cluster, patiently
+from keylane.kafka.cluster import Cluster
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
@@ -28,29 +25,20 @@ class Lag:
 
 
 class LagMeter:
-    """Asks again and again with one client. Not thread-safe. Raises KafkaError when there is no answer."""
+    """Asks again and again with one client. Raises KafkaError when there is no answer."""
 
     def __init__(self, settings: KafkaSettings, group: str, topic: str) -> None:
         self._cluster = Cluster(settings)
+        self._group = group
         self._topic = topic
-        self._consumer = settings.consumer(group)
 
     def read(self) -> Lag:
         """The lag now. A partition without progress counts from its beginning."""
         partitions = range(self._cluster.partitions(self._topic))
         beginnings = self._cluster.ends(self._topic, partitions, earliest=True)
         ends = self._cluster.ends(self._topic, partitions)
-        asked = [TopicPartition(self._topic, p) for p in partitions]
-        try:
-            found = patiently(lambda: self._consumer.committed(asked, timeout=TIMEOUT))
-        except KafkaException as error:
-            raise KafkaError(f"progress could not be read: {error.args[0].str()}") from error
-        committed = {at.partition: at.offset for at in found if at.offset >= 0}
+        committed = self._cluster.committed(self._group, self._topic, partitions)
         return Lag(
-            committed=sum(max(committed.get(p, 0), beginnings[p]) for p in partitions),
+            committed=sum(max(committed.get(p, (0, None))[0], beginnings[p]) for p in partitions),
             end=sum(ends.values()),
         )
-
-    def close(self) -> None:
-        """Let go of the client."""
-        self._consumer.close()

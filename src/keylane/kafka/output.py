@@ -87,7 +87,9 @@ class KafkaOutput:
 
         def report(error: Any, _message: Any) -> None:
             if not written.done():
-                written.set_exception(KafkaError(f"topic {self._app.state!r}: {error.str()}")) if error else written.set_result(None)
+                written.set_exception(
+                    KafkaError(f"topic {self._app.state!r}: {error.str()}")
+                ) if error else written.set_result(None)
 
         self._produce(self._app.state, value, PROGRESS, partition=partition, on_delivery=report)
         while not written.done():  # the pump has ended when the last progress is written

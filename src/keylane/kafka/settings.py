@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer
@@ -31,7 +30,7 @@ OURS = {
     "on_delivery": "the engine needs it",
     "error_cb": "the engine needs it",
 }
-_SECRET = ("password", "secret", "key.pem", "token", "jaas")
+_SECRET = ("password", "passphrase", "secret", "key.pem", "token", "jaas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +38,15 @@ class KafkaSettings:
     """How to reach the broker. ``extra`` are librdkafka settings, given by the user as ``kafka.*`` options."""
 
     bootstrap: str
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in self.extra:
+        for name, _ in self.extra:
             if name in OURS:
                 raise SettingsError(f"option 'kafka.{name}' cannot be set: {OURS[name]}")
 
     def __repr__(self) -> str:
-        shown = {k: "***" if any(s in k for s in _SECRET) else v for k, v in self.extra.items()}
+        shown = {k: "***" if any(s in k for s in _SECRET) else v for k, v in self.extra}
         return f"KafkaSettings({self.bootstrap!r}, {shown})"
 
     def consumer(self, group: str, **more: Any) -> Consumer:
@@ -93,7 +92,7 @@ class KafkaSettings:
         return self._make(AdminClient, {}, {})
 
     def _make(self, kind: Any, base: dict[str, Any], more: dict[str, Any]) -> Any:
-        conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **self.extra, **more}
+        conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **dict(self.extra), **more}
         try:
             return kind(conf, logger=log)
         except KafkaException as error:

@@ -19,7 +19,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+from confluent_kafka import TopicPartition
 
 from keylane.core.progress import decode
 from keylane.errors import KafkaError
@@ -41,7 +41,9 @@ ELSEWHERE = "kl1:@"
 """The metadata of an offset whose progress lies in the state topic."""
 
 
-def order_stop(settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT) -> None:
+def order_stop(
+    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT
+) -> None:
     """Tell the tasks of this run to drain and end. Raises KafkaError when the order could not be written."""
     producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
     failed: list[str] = []
@@ -55,7 +57,9 @@ def order_stop(settings: KafkaSettings, topic: str, partitions: int, run: str, t
         )
     left = producer.flush(timeout)
     if left or failed:
-        raise KafkaError(f"the order to stop could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}")
+        raise KafkaError(
+            f"the order to stop could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
+        )
 
 
 class State:
@@ -64,7 +68,9 @@ class State:
     Used by one thread at a time: the one that restores, then the loop's.
     """
 
-    def __init__(self, settings: KafkaSettings, app: str, topic: str, partitions: Iterable[int], run: str) -> None:
+    def __init__(
+        self, settings: KafkaSettings, app: str, topic: str, partitions: Iterable[int], run: str
+    ) -> None:
         self._topic = topic
         self._partitions = list(partitions)
         self._run = run
@@ -77,7 +83,9 @@ class State:
     def restore(self) -> None:
         """Read everything there is. Raises KafkaError when it cannot be read."""
         ends = set(self._partitions)
-        self._consumer.assign([TopicPartition(self._topic, p, OFFSET_BEGINNING) for p in self._partitions])
+        # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
+        # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
+        self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
         heard = time.monotonic()
         while ends:
             messages = self._consumer.consume(1000, 0.05)
@@ -91,7 +99,9 @@ class State:
                 elif error.fatal() or not error.retriable():
                     raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
             if time.monotonic() - heard > 3 * TIMEOUT:
-                raise KafkaError(f"topic {self._topic!r} gives no answer; its partitions {sorted(ends)} were not read to the end")
+                raise KafkaError(
+                    f"topic {self._topic!r} gives no answer; its partitions {sorted(ends)} were not read to the end"
+                )
 
     def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
         """Progress from a committed offset: its metadata, or what lies in the topic when it says so."""
@@ -122,4 +132,6 @@ class State:
             elif key == STOP and json.loads(value).get("run") == self._run:
                 self.stopped = True
         except (ValueError, AttributeError):
-            log.warning("%s/%d@%d makes no sense: %r", self._topic, message.partition(), message.offset(), value)
+            log.warning(
+                "%s/%d@%d makes no sense: %r", self._topic, message.partition(), message.offset(), value
+            )

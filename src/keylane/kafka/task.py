@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvloop
-from confluent_kafka import TopicPartition
+from confluent_kafka import Producer, TopicPartition
 
 from keylane.core.progress import LIMIT, decode, encode
 from keylane.core.watermark import Progress, Watermark
@@ -24,6 +24,7 @@ from keylane.errors import KafkaError, KeylaneError
 from keylane.kafka.cluster import TIMEOUT, Cluster
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.output import KafkaOutput
+from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.state import ELSEWHERE, MAX_PROGRESS, State
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from keylane.app import App
     from keylane.engine.delivery import Delivery
-    from keylane.kafka.settings import KafkaSettings
     from keylane.message import Record
 
 log = logging.getLogger("keylane.task")
@@ -58,7 +58,19 @@ class TaskPlan:
     until: Mapping[int, int] | None
     """Where each ends, for a run over what is there; None to go on until the epoch is over."""
     seconds: float
+    sink_limit: int
+    """The sink's ``max.message.bytes``."""
     outcomes: str = "all"
+
+
+_producers: dict[KafkaSettings, Producer] = {}
+"""Spark uses a Python worker again for the next epoch; a new idempotent producer would take half a second to be ready."""
+
+
+def _producer(settings: KafkaSettings) -> Producer:
+    if settings not in _producers:
+        _producers[settings] = settings.producer()
+    return _producers[settings]
 
 
 class Task:
@@ -100,13 +112,14 @@ class Task:
     async def _run(self) -> None:
         app, plan = self._app, self._plan
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + plan.seconds
+        began = loop.time()
+        deadline = began + plan.seconds
         async with open_pipeline(app) as steps:
+            producer = _producer(plan.settings)
             state = State(plan.settings, app.name, app.state, plan.starts, plan.run)
             starts = await asyncio.to_thread(self._restore, state)
-            limit = await asyncio.to_thread(self._sink_limit)
             consumer = plan.settings.consumer(app.name)
-            output = KafkaOutput(plan.settings.producer(), app, limit=limit)
+            output = KafkaOutput(producer, app, limit=plan.sink_limit)
             engine = Engine(app, steps, output, on_done=self._done)
 
             def deliver(batch: Batch) -> None:
@@ -127,6 +140,7 @@ class Task:
             )
             self._shares = fetcher.shares
             fetcher.start()
+            log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
             background = [
                 loop.create_task(self._pump(engine, output)),
                 loop.create_task(self._commit_now_and_then(fetcher, output)),
@@ -134,6 +148,7 @@ class Task:
             try:
                 await self._until_over(engine, fetcher, state, deadline)
                 fetcher.stop_fetching()
+                draining = loop.time()
                 if not await engine.drain(app.drain_timeout):
                     log.warning(
                         "%s: %d messages were not finished within %g s of drain; they run again",
@@ -141,7 +156,9 @@ class Task:
                         engine.held,
                         app.drain_timeout,
                     )
+                drained = loop.time()
             finally:
+                await engine.abort()
                 for job in background:
                     job.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
@@ -151,6 +168,14 @@ class Task:
                 await asyncio.to_thread(fetcher.close)
                 state.close()
                 self._hand_out()
+        log.info(
+            "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",
+            self.owner,
+            plan.epoch,
+            loop.time() - began,
+            drained - draining,
+            loop.time() - drained,
+        )
 
     # Start.
 
@@ -164,17 +189,14 @@ class Task:
             offset, metadata = found.get(partition, (fallback, None))
             restored = state.progress(partition, offset, metadata)
             if restored.problem:
-                log.warning("%s/%d: %s; messages after %d run again", app.source, partition, restored.problem, offset)
+                log.warning(
+                    "%s/%d: %s; messages after %d run again", app.source, partition, restored.problem, offset
+                )
             self._watermarks[partition] = Watermark(restored.progress)
             if partition in found:
                 self._committed[partition] = restored.progress
             starts[partition] = restored.progress.watermark
         return starts
-
-    def _sink_limit(self) -> int:
-        if self._app.sink is None:
-            return 1_000_000_000
-        return int(Cluster(self._plan.settings).setting(self._app.sink, "max.message.bytes"))
 
     # While it runs, on the loop.
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from keylane.errors import SettingsError
@@ -78,10 +79,12 @@ class Options:
                 "'keylane broker start' starts one on this machine"
             )
         return cls(
-            settings=KafkaSettings(str(bootstrap), extra),
+            settings=KafkaSettings(str(bootstrap), tuple(sorted(extra.items()))),
             starting=_starting(given.get("startingOffsets", "earliest"), topic),
             epoch=_number("epoch", given.get("epoch", 300.0)),
-            tasks=None if given.get("tasks") in (None, "auto") else int(_number("tasks", given["tasks"], whole=True)),
+            tasks=None
+            if given.get("tasks") in (None, "auto")
+            else int(_number("tasks", given["tasks"], whole=True)),
             outcomes=_choice("outcomes", given.get("outcomes", "all"), ("all", "failed", "none")),
             checkpoint=given.get("checkpointLocation"),
             name=given.get("queryName"),
@@ -93,11 +96,12 @@ class Options:
 
 def _number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
-        number = int(value) if whole else float(value)
-    except (TypeError, ValueError):
-        number = 0
-    if not number > 0 or number == float("inf"):
-        raise SettingsError(f"option {name}={value!r}: needs a {'whole number of at least 1' if whole else 'number above 0'}")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0.0
+    if isinstance(value, bool) or not 0 < number < inf or (whole and number % 1):
+        needed = "whole number of at least 1" if whole else "number above 0"
+        raise SettingsError(f"option {name}={value!r}: needs a {needed}")
     return number
 
 
@@ -118,9 +122,12 @@ def _starting(value: Any, topic: str) -> str | dict[int, int]:
         return str(value)
     try:
         offsets = json.loads(value)[topic]
-        return {int(partition): int(offset) for partition, offset in offsets.items()}
+        found = {int(partition): offset for partition, offset in offsets.items()}
+        if any(p < 0 or type(offset) is not int or offset < -2 for p, offset in found.items()):
+            raise ValueError(value)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise SettingsError(
             f'option startingOffsets={value!r}: needs "earliest", "latest" or JSON such as '
             f'{{"{topic}": {{"0": 23, "1": -2}}}}'
         ) from None
+    return found

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import os
 import sys
 import sysconfig
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark import cloudpickle
+from pyspark import cloudpickle as untyped
 
 from keylane.app import App
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+cloudpickle: Any = untyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class Parcel:
 
 def pack(app: App) -> Parcel:
     """The app, pickled. Modules of its own that are not installed travel inside; what they import does not."""
-    modules = [m for m in _own_modules(app) if m.__name__ != "__main__"]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    modules = [m for m in _own_modules(app) if m.__name__ not in {"__main__", *registered}]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -78,8 +81,9 @@ def load(reference: str) -> App:
                 "in the installed packages"
             ) from error
         raise SettingsError(f"{reference!r}: module {name!r} does not import: {error}") from error
-    except Exception as error:
-        raise SettingsError(f"{reference!r}: module {name!r} does not import: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a script without a main guard may exit
+        why = f"{type(error).__name__}: {error}"
+        raise SettingsError(f"{reference!r}: module {name!r} does not import: {why}") from error
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -98,7 +102,10 @@ def _own_modules(app: App) -> list[ModuleType]:
     functions = [s.function for s in app.stages] + [r.function for r in app.resources.values()]
     things = [*functions, app.decode, app.observer]
     found: dict[str, ModuleType] = {}
-    for thing in things:
+    for given in things:
+        thing = given
+        while isinstance(thing, functools.partial):
+            thing = thing.func
         owner = thing if hasattr(thing, "__module__") else type(thing)
         module = sys.modules.get(getattr(owner, "__module__", "") or "")
         file = getattr(module, "__file__", None)

@@ -86,7 +86,9 @@ def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **g
     return _read(spark, _plan(app, spark, parcel, given)[1])
 
 
-def _plan(app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str, Any]) -> tuple[Options, RunPlan, int]:
+def _plan(
+    app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str, Any]
+) -> tuple[Options, RunPlan, int]:
     app.check()
     options = Options.parse(given, app.source)
     context = spark.sparkContext
@@ -96,7 +98,7 @@ def _plan(app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str,
         )
     if "PYSPARK_PYTHON" not in os.environ and context.master.startswith("local"):
         context.pythonExec = sys.executable  # the workers need the packages that are installed here
-    partitions = Cluster(options.settings).prepare(app)
+    topics = Cluster(options.settings).prepare(app)
     slots = max(1, context.defaultParallelism // int(context.getConf().get("spark.task.cpus", "1")))
     plan = RunPlan(
         run=uuid.uuid4().hex,
@@ -107,9 +109,10 @@ def _plan(app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str,
         starting=options.starting,
         epoch=options.epoch,
         tasks=min(options.tasks or slots, slots),
+        sink_limit=topics.sink_limit,
         outcomes=options.outcomes,
     )
-    return options, plan, partitions
+    return options, plan, topics.partitions
 
 
 def _read(spark: SparkSession, plan: RunPlan) -> DataFrame:

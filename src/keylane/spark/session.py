@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from keylane.errors import SettingsError
 
@@ -31,20 +33,19 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
     if local:
         master = f"local[{local[1] or 1},{RETRIES}]"
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    quiet = Path(__file__).with_name("log4j2.properties")
     settings = {
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{quote(str(quiet))}",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        "spark.driver.host": "127.0.0.1" if master.startswith("local") else None,
         "spark.sql.streaming.stopTimeout": "60s",
         **{key.replace("_", "."): value for key, value in conf.items()},
     }
     builder = SparkSession.builder.master(master).appName(name)
     for key, value in settings.items():
-        if value is not None:
-            builder = builder.config(key, value)
+        builder = builder.config(key, value)
     try:
-        spark = builder.getOrCreate()
+        return builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise SettingsError(f"Spark could not be started on {master!r}: {error}") from error
-    spark.sparkContext.setLogLevel("ERROR")
-    return spark

@@ -37,6 +37,7 @@ class RunPlan:
     starting: str | Mapping[int, int]
     epoch: float
     tasks: int
+    sink_limit: int
     outcomes: str
 
 
@@ -74,11 +75,12 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._target: dict[int, int] | None = None
+        self._cluster: Cluster | None = None  # made in the planner's process, where it is used; never pickled
 
     # The planner.
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        plan, cluster = self._plan, Cluster(self._plan.settings)
+        plan, cluster = self._plan, self._connect()
         partitions = range(cluster.partitions(plan.topic))
         beginnings = cluster.ends(plan.topic, partitions, earliest=True)
         if plan.starting == "earliest":
@@ -95,11 +97,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _offset(0, starts)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        cluster = Cluster(self._plan.settings)
+        cluster = self._connect()
         self._target = cluster.ends(self._plan.topic, range(cluster.partitions(self._plan.topic)))
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
-        cluster = Cluster(self._plan.settings)
+        cluster = self._connect()
         starts = self._positions(cluster, start)
         if self._target is not None and all(starts.get(p, 0) >= end for p, end in self._target.items()):
             return start
@@ -122,11 +124,17 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     starts={p: starts[p] for p in share},
                     until=None if self._target is None else {p: self._target.get(p, 0) for p in share},
                     seconds=plan.epoch,
+                    sink_limit=plan.sink_limit,
                     outcomes=plan.outcomes,
                 )
             )
             for task, share in enumerate(shares)
         ]
+
+    def _connect(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = Cluster(self._plan.settings)
+        return self._cluster
 
     def _positions(self, cluster: Cluster, start: dict[str, Any]) -> dict[int, int]:
         """Where each partition stands: the group's offset, else what the last epoch began with, else the beginning."""

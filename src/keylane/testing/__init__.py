@@ -1,8 +1,13 @@
-"""What it takes to test an app: histories of what ran when, and the judges of order, loss and repeats."""
+"""What it takes to test an app: a harness in virtual time, histories of what ran when, and their judges."""
 
 from keylane.testing.checker import check
+from keylane.testing.clock import StuckError, VirtualLoop, run_virtual
+from keylane.testing.faults import Crash, Drain, Fault, Pause
+from keylane.testing.harness import Harness, RunResult
 from keylane.testing.history import Ended, Event, History, HistoryError, HistoryWriter, Kind, read_history
+from keylane.testing.log import MemoryLog, MemoryRecord, murmur2, partition_of
 from keylane.testing.results import check_results
+from keylane.testing.sink import Dead, MemorySink, Written
 from keylane.testing.verdict import (
     CheckFailed,
     Counts,
@@ -16,18 +21,34 @@ from keylane.testing.verdict import (
 __all__ = [
     "CheckFailed",
     "Counts",
+    "Crash",
+    "Dead",
+    "Drain",
     "Ended",
     "Event",
+    "Fault",
     "Flaw",
+    "Harness",
     "History",
     "HistoryError",
     "HistoryWriter",
     "Kind",
+    "MemoryLog",
+    "MemoryRecord",
+    "MemorySink",
+    "Pause",
     "ResultsVerdict",
+    "RunResult",
     "Sent",
+    "StuckError",
     "Verdict",
     "Violation",
+    "VirtualLoop",
+    "Written",
     "check",
     "check_results",
+    "murmur2",
+    "partition_of",
     "read_history",
+    "run_virtual",
 ]

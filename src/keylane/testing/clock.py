@@ -45,6 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jobs: set[Future[Any]] = set()  # what runs in threads; written on the loop's thread only
         self._pool: ThreadPoolExecutor | None = None
         super().__init__(_Selector(self._idle))
+        self._jump(0.0)
 
     def time(self) -> float:
         """Virtual seconds; they begin at ``start``."""
@@ -81,11 +82,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if not woken:
                 self._give_up("nothing is left that could go on: no timer, no thread")
             return woken
-        self._now += timeout
+        self._jump(timeout)
         if self._now > self._limit:
             limit, self._limit = self._limit, math.inf  # what is cancelled now may take its time
             self._give_up(f"the limit of {limit:g} is passed")
         return []
+
+    def _jump(self, seconds: float) -> None:
+        self._now += seconds
+        # asyncio runs what is due before now + resolution. Half a year from the start a nanosecond added to a float
+        # changes nothing: it would ask for ever whether the timer that it stands at is due.
+        self._clock_resolution = max(1e-9, 2 * math.ulp(self._now))
 
     def _give_up(self, why: str) -> NoReturn:
         waiting = sorted(_place(task) for task in asyncio.all_tasks(self))
@@ -125,10 +132,12 @@ def run_virtual(main: Coroutine[Any, Any, T], *, start: float = 0.0, limit: floa
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """The innermost coroutine that a task waits in."""
+    """Where a task waits: its innermost coroutine that is not asyncio's own."""
     coroutine: Any = task.get_coro()
-    while getattr(getattr(coroutine, "cr_await", None), "cr_frame", None) is not None:
+    place = repr(coroutine)
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        if not frame.f_globals.get("__name__", "").startswith("asyncio."):
+            file = frame.f_code.co_filename.rpartition("/")[2]
+            place = f"{coroutine.__qualname__} ({file}:{frame.f_lineno})"
         coroutine = coroutine.cr_await
-    frame = getattr(coroutine, "cr_frame", None)
-    where = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})" if frame else ""
-    return f"{getattr(coroutine, '__qualname__', coroutine)}{where}"
+    return place

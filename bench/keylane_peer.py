@@ -1,0 +1,112 @@
+"""Keylane as a peer: an app on given topics, told and read like the others.
+
+``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]``
+
+Prints "P <unix time> <done>" lines; done is what lies acknowledged in the output topic. Ends after ``n``, or on
+SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+from keylane import App, Message, Retry, Transient
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.settings import KafkaSettings
+from keylane.spark.session import session
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+EVERY = 0.1
+FAIL_UNTIL = "fail-until"
+"""A header of the load generator's stuck key: unix time in microseconds until which its messages fail."""
+PATIENCE = Retry(attempts=1000, wait_initial=0.1, wait_max=2.0)
+"""For the stuck key, which is to come through in the end."""
+
+
+def fnv32a(data: bytes) -> int:
+    """The hash by which all peers choose what fails."""
+    found = 0x811C9DC5
+    for byte in data:
+        found = ((found ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return found
+
+
+def make_app(opt: dict[str, str]) -> App:
+    """A stage for every sleep, or one that hands its message on.
+
+    The longest stage is the one that fails, after its sleep, as a model call would.
+    """
+    app = App(
+        opt["group"], source=opt["topic"], sink=opt["out"], retry=PATIENCE if opt.get("stuck") else None
+    )
+    sleeps = [float(ms) / 1000 for ms in opt.get("stages", "").split(",") if ms]
+    fail = int(opt.get("fail", "0"))
+    for number, seconds in enumerate(sleeps):
+        failing = fail if seconds == max(sleeps) else 0
+        app.stage(_sleeper(f"stage{number + 1}", seconds, failing, stuck=bool(opt.get("stuck"))))
+    if not sleeps:
+        app.stage(hand_on)
+    return app
+
+
+async def hand_on(msg: Message) -> bytes:
+    """The handler that does nothing."""
+    return msg.value  # type: ignore[no-any-return]
+
+
+def _sleeper(name: str, seconds: float, fail: int, *, stuck: bool) -> Callable[[Message], Awaitable[bytes]]:
+    async def stage(msg: Message) -> bytes:
+        await asyncio.sleep(seconds)
+        if fail and msg.attempt == 1 and fnv32a(msg.event_id.encode()) % 100 < fail:
+            raise Transient("failed")
+        if stuck and (until := msg.header(FAIL_UNTIL)) and time.time() * 1e6 < int(until):
+            raise Transient("stuck")
+        return msg.value  # type: ignore[no-any-return]
+
+    stage.__name__ = name
+    return stage
+
+
+def main() -> None:
+    """Run it."""
+    opt = dict(a.split("=", 1) for a in sys.argv[1:])
+    n = int(opt.get("n", "0"))
+    cluster = Cluster(KafkaSettings(opt["brokers"]))
+    partitions = range(cluster.partitions(opt["out"]))
+
+    def report() -> int:
+        done = sum(cluster.ends(opt["out"], partitions).values())
+        print(f"P {time.time():.3f} {done}", flush=True)
+        return done
+
+    asked: list[int] = []
+    parent = os.getppid()
+    report()
+    with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
+        spark = session(opt.get("master", "local[2]"), "keylane bench")
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):  # after Spark has put its own handlers in place
+                signal.signal(number, lambda got, _frame: asked.append(got))
+            query = make_app(opt).start(spark, bootstrap=opt["brokers"], checkpointLocation=folder)
+            while query.isActive and not asked and os.getppid() == parent:
+                if report() >= n > 0:
+                    break
+                time.sleep(EVERY)
+            failure = query.exception()
+            query.stop()
+        finally:
+            spark.stop()
+    if failure is not None:
+        raise SystemExit(str(failure))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A peer's process: started in a session of its own, watched, and ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+_PROC = Path("/proc")
+_ROOT = Path(__file__).parents[1]
+_TICK = os.sysconf("SC_CLK_TCK")
+_CPU_EVERY = 0.25
+STOP_SECONDS = 60.0
+
+Series = list[tuple[float, float]]
+"""(unix time, value), by time."""
+
+
+class Process:
+    """A context manager: the process runs inside, and neither it nor a child of it is left after.
+
+    ``cpu`` are the seconds of processor time it and its children had used, sampled by :meth:`wait`; empty where there
+    is no /proc.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.log = log
+        self.cpu: Series = []
+        self.started = 0.0
+        self._command = list(command)
+        self._seen: dict[int, float] = {}  # of children that have ended too
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.started = time.time()
+        with self.log.open("wb") as log:
+            self._running = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.log.parent,
+                env=os.environ | {"PYTHONPATH": str(_ROOT)},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(grace=STOP_SECONDS if kind is None else 5.0)
+
+    def wait(self, timeout: float) -> None:
+        """Until it ends by itself. Raises BenchError when it does not, or not with 0."""
+        running, until, sampled = self._popen(), time.monotonic() + timeout, 0.0
+        while running.poll() is None:
+            now = time.monotonic()
+            if now > until:
+                raise BenchError(f"not finished after {timeout:.0f} s; {self.last_words()}")
+            if now - sampled >= _CPU_EVERY:
+                sampled = now
+                self.cpu.append((time.time(), self.cpu_seconds()))
+            time.sleep(0.05)
+        self.check()
+
+    def check(self) -> None:
+        """Raise BenchError when it has ended with an error."""
+        code = self._popen().poll()
+        if code:
+            raise BenchError(f"it ended with {code}; {self.last_words()}")
+
+    def stop(self, grace: float = STOP_SECONDS) -> None:
+        """SIGTERM, time to end, and SIGKILL to whatever of its session is still there."""
+        running = self._popen()
+        if running.poll() is None:
+            running.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(grace)
+        if running.poll() is None:
+            running.kill()
+            running.wait()
+        for pid in self._session():  # Spark's workers have groups of their own, but stay in the session
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def cpu_seconds(self) -> float:
+        """User and system time of it and its children so far; 0 where there is no /proc."""
+        for pid in self._session():
+            with contextlib.suppress(OSError):
+                self._seen[pid] = cpu_of(pid)
+        return sum(self._seen.values())
+
+    def last_words(self) -> str:
+        """Where its output is, and the last line of it that is no progress."""
+        lines = [
+            line
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line[:2] != "P " and line.strip()
+        ]
+        return f"see {self.log}" + (f", which ends: {lines[-1].strip()[:200]}" if lines else "")
+
+    def _session(self) -> list[int]:
+        if not _PROC.is_dir():
+            return []
+        mine, found = self._popen().pid, []
+        for entry in os.listdir(_PROC):  # noqa: PTH208 - half the price of Path objects, and it is called while a peer is measured
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    if int(_stat(int(entry))[3]) == mine:
+                        found.append(int(entry))
+        return found
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        assert self._running is not None, "not started"
+        return self._running
+
+
+def cpu_of(pid: int) -> float:
+    """User and system time of one process. Raises OSError when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def _stat(pid: int) -> list[str]:
+    """From the state on: state, parent, group, session, …"""
+    return (_PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()

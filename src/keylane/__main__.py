@@ -1,0 +1,5 @@
+"""``python -m keylane``."""
+
+from keylane.cli.main import main
+
+main()

@@ -1,0 +1,146 @@
+"""Where results and dead letters go in a run of the harness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keylane.message import EVENT_ID
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from keylane.app import App
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import DeadLetter
+    from keylane.message import Headers
+    from keylane.testing.faults import Pause
+    from keylane.testing.log import MemoryLog
+
+    Place = tuple[str, int]  # a topic and a partition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A result in the sink."""
+
+    key: bytes | None
+    value: bytes
+    headers: Headers
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dead:
+    """A dead letter: the message as it came, its place in the source, and why."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: Headers
+    partition: int
+    offset: int
+    stage: str
+    error: str
+    message: str
+    traceback: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandedOver:
+    """What the sink will make durable: the write, and the delivery that is told."""
+
+    write: Callable[[], None]
+    delivery: Delivery
+
+
+class MemorySink:
+    """The sink and the dead-letter topic: an :class:`~keylane.engine.engine.Output` that keeps what it is given.
+
+    Acknowledges after a while drawn from ``latency``, in order in each partition of a topic, and not during a pause.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        log: MemoryLog,
+        *,
+        rng: random.Random,
+        latency: tuple[float, float],
+        pauses: Sequence[Pause] = (),
+    ) -> None:
+        self.results: list[Written] = []
+        self.dead_letters: list[Dead] = []
+        self._sink, self._dlq = app.sink or "", app.dlq
+        self._log = log
+        self._rng = rng
+        self._latency = latency
+        self._pauses = sorted(pauses, key=lambda pause: pause.at)
+        self._waiting: dict[Place, deque[_HandedOver]] = {}
+        self._last: dict[Place, float] = {}  # when the newest of a place will be acknowledged
+
+    def result(self, delivery: Delivery, value: bytes) -> None:
+        """Key and headers go over as they came; an event id is added where there is none."""
+        headers = list(delivery.headers)
+        if all(name != EVENT_ID for name, _ in headers):
+            headers.append((EVENT_ID, delivery.position.encode()))
+        key, topic = delivery.key, self._sink
+        partition = self._log.choose(topic, key)
+
+        def write() -> None:
+            offset = self._log.append(
+                topic, key=key, value=value, headers=headers, partition=partition
+            ).offset()
+            self.results.append(
+                Written(key=key, value=value, headers=headers, partition=partition, offset=offset)
+            )
+
+        self._hand_over((topic, partition), _HandedOver(write=write, delivery=delivery))
+
+    def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """The message as it came, and why it is dead."""
+        dead = Dead(
+            key=delivery.key,
+            value=delivery.original,
+            headers=list(delivery.headers),
+            partition=delivery.partition,
+            offset=delivery.offset,
+            stage=letter.stage,
+            error=letter.error,
+            message=letter.message,
+            traceback=letter.traceback,
+            attempts=letter.attempts,
+        )
+        place = self._dlq, self._log.choose(self._dlq, delivery.key)
+        self._hand_over(place, _HandedOver(write=lambda: self.dead_letters.append(dead), delivery=delivery))
+
+    def crash(self) -> None:
+        """Nothing handed over so far is acknowledged; of each partition some, the oldest, is there all the same."""
+        for waiting in self._waiting.values():
+            for handed_over in list(waiting)[: self._rng.randint(0, len(waiting))]:
+                handed_over.write()
+            waiting.clear()
+        self._waiting, self._last = {}, {}  # timers of before the crash hold on to the empty queues
+
+    def _hand_over(self, place: Place, handed_over: _HandedOver) -> None:
+        loop = asyncio.get_running_loop()
+        due = max(loop.time() + self._rng.uniform(*self._latency), self._last.get(place, 0.0))
+        for pause in self._pauses:
+            if pause.at <= due < pause.at + pause.for_:
+                due = pause.at + pause.for_
+        self._last[place] = due
+        waiting = self._waiting.setdefault(place, deque())
+        waiting.append(handed_over)
+        loop.call_at(due, self._acknowledge, waiting)
+
+    @staticmethod
+    def _acknowledge(waiting: deque[_HandedOver]) -> None:
+        if waiting:
+            handed_over = waiting.popleft()
+            handed_over.write()
+            handed_over.delivery(None, None)
+            handed_over.delivery.engine.settle()

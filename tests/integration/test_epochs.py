@@ -1,0 +1,148 @@
+"""Epochs: they end drained, and the next one goes on exactly where the last one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane import App, Message, Transient
+from keylane.broker import Broker
+from keylane.testing import HistoryWriter, Verdict, check_results
+from support import Log
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
+    return [(row.key, row.header("event-id")) for row in rows]
+
+
+def slow_app(name: str, folder: Path) -> App:
+    app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(folder / "history"))
+    opened = str(folder / "opened")
+    closed = str(folder / "closed")
+
+    @app.resource
+    async def client() -> AsyncIterator[str]:
+        with open(opened, "a") as file:
+            file.write("x")
+        yield "client"
+        with open(closed, "a") as file:
+            file.write("x")
+
+    @app.stage
+    async def work(msg: Message, client: str) -> bytes:
+        await asyncio.sleep(0.002)
+        if msg.attempt == 1 and msg.offset % 10 == 3:
+            raise Transient("not yet")
+        return bytes(msg.value)
+
+    return app
+
+
+@pytest.mark.timeout(120)
+def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    # A backlog larger than fits beside an offset when an epoch cuts it off in the middle, then a steady load.
+    load = [
+        {"key": b"k%d" % (i * 7919 % 500), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
+        for i in range(40_000)
+    ]
+    sent = log.send(f"{name}.in", load[:30_000])
+    query = slow_app(name, tmp_path).start(spark, bootstrap=broker.bootstrap, epoch=2)
+
+    def offer() -> None:
+        for at in range(30_000, len(load), 500):
+            sent.extend(log.send(f"{name}.in", load[at : at + 500]))
+            time.sleep(0.2)
+
+    offering = threading.Thread(target=offer)
+    offering.start()
+    offering.join()
+    deadline = time.monotonic() + 60
+    while log.lag(name, f"{name}.in") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    query.stop()
+    assert query.exception() is None
+    epochs = query.lastProgress["batchId"] + 1  # type: ignore[index]
+    assert epochs >= 3
+
+    verdict = judge(sent)
+    assert verdict.repeats == 0
+    check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+    # Every task of every epoch opened the resource once and closed it once.
+    opened, closed = (tmp_path / "opened").read_text(), (tmp_path / "closed").read_text()
+    assert opened == closed
+    assert len(opened) >= 2 * (epochs - 1)
+
+
+@pytest.mark.timeout(120)
+def test_stopping_drains_and_the_next_start_goes_on(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    load = [
+        {"key": b"k%d" % (i % 200), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
+        for i in range(40_000)
+    ]
+    sent = log.send(f"{name}.in", load)
+    query = slow_app(name, tmp_path).start(spark, bootstrap=broker.bootstrap)
+    while log.count(f"{name}.out") < 5_000:
+        time.sleep(0.05)
+    query.stop()
+    assert not query.isActive
+    done = log.count(f"{name}.out")
+    assert done < 40_000, "it had finished before it was stopped: this proves nothing"
+    again = slow_app(name, tmp_path).start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    assert again.awaitTermination(90)
+
+    assert judge(sent).repeats == 0
+    check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+
+
+@pytest.mark.timeout(90)
+def test_a_resource_that_cannot_be_opened_is_named(
+    log: Log, spark: SparkSession, broker: Broker, name: str
+) -> None:
+    log.create(f"{name}.in")
+    log.send(f"{name}.in", [{"key": b"k", "value": b"v"}])
+    app = App(name, source=f"{name}.in")
+
+    @app.resource
+    async def database() -> AsyncIterator[None]:
+        raise ConnectionRefusedError("nobody listens there")
+        yield
+
+    @app.stage
+    async def write(msg: Message, database: None) -> None: ...
+
+    query = app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    with pytest.raises(
+        Exception, match=r"resource 'database' of app .* could not be opened: ConnectionRefusedError: nobody"
+    ):
+        query.awaitTermination(60)
+
+
+@pytest.mark.timeout(60)
+def test_speculation_is_refused(
+    log: Log, spark: SparkSession, broker: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.create(f"{name}.in")
+    conf = spark.sparkContext.getConf().set("spark.speculation", "true")
+    monkeypatch.setattr(type(spark.sparkContext), "getConf", lambda _: conf)
+    app = App(name, source=f"{name}.in")
+
+    @app.stage
+    async def nothing(msg: Message) -> None: ...
+
+    with pytest.raises(Exception, match=r"spark\.speculation is on"):
+        app.start(spark, bootstrap=broker.bootstrap)

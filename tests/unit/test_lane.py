@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from keylane.core.lane import Entry, Lane, LaneState, LaneTable
+
+KEYS = st.sampled_from([b"a", b"b", b"c", None])
+
+
+class Item:
+    """An entry; ``number`` is its place in the order of arrival, ``group`` the lane it must be in."""
+
+    def __init__(self, number: int, group: object) -> None:
+        self.number = number
+        self.group = group
+        self.next: Entry | None = None
+        self.lane: Lane[Entry] | None = None
+        self.settled = False
+
+    def __repr__(self) -> str:
+        return f"{self.group}#{self.number}"
+
+
+Table = LaneTable[Item]
+
+
+class LanesAgainstLists(RuleBasedStateMachine):
+    """The table against lists: per lane what has arrived, how many have passed, how many are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.numbers = count()
+        self.now = 0.0
+        self.arrived: dict[object, list[Item]] = {}
+        self.passed: dict[object, int] = {}
+        self.settled: set[Item] = set()
+        self.done: dict[object, list[Item]] = {}
+        self.running: list[Lane[Item]] = []
+        self.sleeping: dict[object, float] = {}
+        self.woken: set[object] = set()
+        self.started: set[Item] = set()
+
+    def head(self, group: object) -> Item | None:
+        items, passed = self.arrived[group], self.passed[group]
+        return items[passed] if passed < len(items) else None
+
+    @property
+    def runnable(self) -> set[object]:
+        """Lanes that may run now, as the model has it."""
+        busy = {lane.head.group for lane in self.running if lane.head} | self.sleeping.keys()
+        return {
+            group
+            for group in self.arrived
+            if group not in busy
+            and (head := self.head(group)) is not None
+            and (not self.table.closed or head in self.started)
+        }
+
+    @property
+    def waiting(self) -> list[Item]:
+        return [
+            item
+            for group, items in self.arrived.items()
+            for item in items[: self.passed[group]]
+            if item not in self.settled
+        ]
+
+    @precondition(lambda self: not self.table.closed)
+    @rule(key=KEYS)
+    def arrive(self, key: bytes | None) -> None:
+        number = next(self.numbers)
+        item = Item(number, f"keyless-{number}" if key is None else key)
+        self.arrived.setdefault(item.group, []).append(item)
+        self.passed.setdefault(item.group, 0)
+        self.done.setdefault(item.group, [])
+        self.table.arrive(key, item)
+
+    @rule()
+    def take(self) -> None:
+        runnable = self.runnable
+        lane = self.table.take()
+        if lane is None:
+            assert not runnable
+            return
+        assert lane.state is LaneState.RUNNING
+        assert lane.head is not None
+        group = lane.head.group
+        assert group in runnable, "at most one of a lane, none of a lane that waits"
+        assert lane.head is self.head(group), "strictly in the order of arrival"
+        self.running.append(lane)
+        self.started.add(lane.head)
+        self.woken.discard(group)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def passes(self, data: st.DataObject) -> None:
+        lane = self._pick_running(data)
+        assert lane.head is not None
+        self.passed[lane.head.group] += 1
+        self.table.passed(lane)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), wait=st.integers(0, 5))
+    def fails(self, data: st.DataObject, wait: int) -> None:
+        lane = self._pick_running(data)
+        assert lane.head is not None
+        self.sleeping[lane.head.group] = self.now + wait
+        self.table.retry(lane, self.now + wait)
+        assert lane.state is LaneState.RETRYING
+
+    @rule(seconds=st.integers(0, 3))
+    def time_goes_on(self, seconds: int) -> None:
+        self.now += seconds
+        awake = {group for group, due in self.sleeping.items() if due <= self.now}
+        assert self.table.wake(self.now) == len(awake)
+        for group in awake:
+            del self.sleeping[group]
+            self.woken.add(group)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        item = data.draw(st.sampled_from(self.waiting))
+        self.settled.add(item)
+        done: list[Item] = []
+        self.table.settle(item, done)
+        items = self.arrived[item.group]
+        already = self.done[item.group]
+        expected = []
+        for candidate in items[len(already) : self.passed[item.group]]:
+            if candidate not in self.settled:
+                break
+            expected.append(candidate)
+        assert done == expected, "done in lane order, as far as it has no gap"
+        already.extend(done)
+
+    @precondition(lambda self: not self.table.closed and len(self.started) > 5)
+    @rule()
+    def close(self) -> None:
+        self.table.close()
+
+    def _pick_running(self, data: st.DataObject) -> Lane[Item]:
+        return self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+
+    @invariant()
+    def the_counts_agree(self) -> None:
+        table = self.table
+        busy = [group for group in self.arrived if len(self.done[group]) < len(self.arrived[group])]
+        assert table.statistics().lanes == len(busy), "a lane with nothing left to do is gone"
+        assert table.lanes.keys() == {group for group in busy if isinstance(group, bytes)}
+        assert table.running == len(self.running)
+        assert table.unsettled == len(self.waiting)
+        assert table.next_due() == min(self.sleeping.values(), default=None)
+        ready = [lane.head.group for lane in table.ready if lane.head]
+        assert len(ready) == len(table.ready) == len(set(ready))
+        assert set(ready) == self.runnable
+        assert table.quiet == (not self.running and not ready and not self.sleeping)
+
+    def teardown(self) -> None:
+        """Nothing is lost: what has arrived comes to its end, when everything that can happen does."""
+        while not self.table.quiet:
+            self.now += 10
+            self.table.wake(self.now)
+            self.sleeping.clear()
+            while (lane := self.table.take()) is not None:
+                assert lane.head is not None
+                assert lane.head is self.head(lane.head.group)
+                self.started.add(lane.head)
+                self.running.append(lane)
+            for lane in self.running:
+                assert lane.head is not None
+                self.passed[lane.head.group] += 1
+                self.table.passed(lane)
+            self.running.clear()
+        for item in reversed(self.waiting):
+            self.table.settle(item, self.done[item.group])
+        for group, items in self.arrived.items():
+            wanted = [item for item in items if not self.table.closed or item in self.started]
+            assert self.done[group] == wanted
+        if not self.table.closed:
+            assert self.table.statistics().lanes == 0
+
+
+TestLanesAgainstLists = LanesAgainstLists.TestCase
+TestLanesAgainstLists.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def filled(*keys: bytes | None) -> tuple[Table, list[Item]]:
+    table, items = Table(), []
+    for number, key in enumerate(keys):
+        items.append(Item(number, key))
+        table.arrive(key, items[-1])
+    return table, items
+
+
+def take(table: Table) -> Lane[Item]:
+    lane = table.take()
+    assert lane is not None
+    return lane
+
+
+def test_a_retrying_lane_holds_back_no_other() -> None:
+    table, (first, _, other) = filled(b"a", b"a", b"b")
+    table.retry(take(table), due=10.0)
+    assert take(table).head is other
+    assert table.take() is None
+    assert table.wake(9.9) == 0
+    assert table.wake(10.0) == 1
+    assert take(table).head is first
+
+
+def test_keyless_entries_wait_for_nobody() -> None:
+    table, items = filled(None, None, None)
+    assert [take(table).head for _ in items] == items
+
+
+def test_lanes_wake_in_the_order_of_their_backoffs() -> None:
+    table, items = filled(b"a", b"b", b"c")
+    for due in (3.0, 1.0, 2.0):
+        table.retry(take(table), due=due)
+    table.wake(5.0)
+    assert [take(table).head for _ in items] == [items[1], items[2], items[0]]
+
+
+def test_closing_starts_nothing_new_and_lets_a_retry_come_to_its_end() -> None:
+    table, (failed, behind, fresh) = filled(b"a", b"a", b"b")
+    lane = take(table)
+    table.retry(lane, due=1.0)
+    table.close()
+    assert table.take() is None
+    assert table.next_due() == 1.0
+    table.wake(1.0)
+    assert take(table).head is failed
+    table.passed(lane)
+    assert table.quiet
+    assert lane.head is behind
+    assert lane.state is LaneState.IDLE
+    done: list[Item] = []
+    table.settle(failed, done)
+    assert done == [failed]
+    assert table.lanes.keys() == {b"a", b"b"}, f"{behind} and {fresh} are left for the next epoch"
+
+
+def test_closing_leaves_a_lane_that_has_just_woken() -> None:
+    table, (failed, fresh) = filled(b"a", b"b")
+    table.retry(take(table), due=0.0)
+    table.wake(0.0)
+    table.close()
+    assert take(table).head is failed
+    assert table.take() is None, f"{fresh} was never started"
+
+
+def test_a_lane_that_was_emptied_begins_anew() -> None:
+    table, (first,) = filled(b"a")
+    table.passed(take(table))
+    done: list[Item] = []
+    table.settle(first, done)
+    assert not table.lanes
+    again = Item(1, b"a")
+    table.arrive(b"a", again)
+    assert take(table).head is again
+
+
+def test_an_entry_joins_a_lane_that_only_waits_for_acknowledgements() -> None:
+    table, (first,) = filled(b"a")
+    table.passed(take(table))
+    second = Item(1, b"a")
+    table.arrive(b"a", second)
+    lane = take(table)
+    assert lane.head is second
+    table.passed(lane)
+    done: list[Item] = []
+    table.settle(second, done)
+    assert done == []
+    table.settle(first, done)
+    assert done == [first, second]
+    assert table.statistics().lanes == 0

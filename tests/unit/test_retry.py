@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+import random
+from statistics import mean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keylane import Retry, SettingsError
+
+SECONDS = st.floats(min_value=1e-6, max_value=1e6)
+
+
+@st.composite
+def retries(draw: st.DrawFn) -> Retry:
+    low, high = sorted([draw(SECONDS), draw(SECONDS)])
+    return Retry(attempts=draw(st.integers(1, 2000)), wait_initial=low, wait_max=high)
+
+
+@given(retries(), st.integers(1, 3000), st.floats(0, 1, exclude_max=True))
+def test_a_wait_lies_between_nothing_and_the_cap_until_the_attempts_are_used_up(
+    retry: Retry, failures: int, drawn: float
+) -> None:
+    wait = retry.wait(failures, lambda: drawn)
+    if failures >= retry.attempts:
+        assert wait is None
+    else:
+        assert wait is not None
+        assert 0 <= wait <= retry.ceiling(failures) <= retry.wait_max
+
+
+@given(retries(), st.integers(1, 3000))
+def test_the_ceiling_doubles_until_the_cap_and_never_falls(retry: Retry, failures: int) -> None:
+    here, next_one = retry.ceiling(failures), retry.ceiling(failures + 1)
+    assert here <= next_one <= retry.wait_max
+    assert math.isclose(next_one, min(2 * here, retry.wait_max))
+
+
+def test_the_default_waits_at_most_100_200_400_milliseconds_and_so_on_up_to_2_seconds() -> None:
+    retry = Retry()
+    assert [retry.ceiling(n) for n in range(1, 8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert [retry.wait(n, lambda: 0.5) for n in range(1, 6)] == [0.05, 0.1, 0.2, 0.4, None]
+
+
+def test_jitter_is_full_and_even() -> None:
+    rng = random.Random(3)
+    retry = Retry(wait_initial=1.0, wait_max=1.0)
+    waits = [retry.wait(1, rng.random) or 0.0 for _ in range(20_000)]
+    assert abs(mean(waits) - 0.5) < 0.01
+    for tenth in range(10):
+        share = sum(tenth <= 10 * wait < tenth + 1 for wait in waits) / len(waits)
+        assert abs(share - 0.1) < 0.01
+
+
+def test_one_attempt_means_no_retry() -> None:
+    assert Retry(attempts=1).wait(1, random.random) is None
+
+
+@pytest.mark.parametrize("attempts", [0, -1, 2.5, math.inf, math.nan, "3", None, True])
+def test_attempts_that_make_no_sense_are_refused(attempts: Any) -> None:
+    with pytest.raises(SettingsError, match=r"Retry\(attempts=.*at least 1"):
+        Retry(attempts=attempts)
+
+
+@pytest.mark.parametrize(
+    ("initial", "most"),
+    [(0, 1), (-1, 1), (2, 1), (math.nan, 1), (0.1, math.nan), (0.1, math.inf), ("1", 2), (0.1, None)],
+)
+def test_waits_that_make_no_sense_are_refused(initial: Any, most: Any) -> None:
+    with pytest.raises(SettingsError, match="0 < wait_initial <= wait_max"):
+        Retry(wait_initial=initial, wait_max=most)
