@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from bench.lineup import Contestant
 
 LONGEST = 300.0
+_SHORT = 1.0
+"""Seconds below which four samples of processor time a second say nothing."""
 _TOPIC = "drain.in"
 _AGAINST = ("java", "aiokafka", "raw", "go")
 
@@ -28,11 +30,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One peer, one round. ``cores`` and ``cpu_per_million`` are of all its processes, in the measured span."""
+    """One peer, one round. Processor time is of all its processes in the measured span; None when that is too short."""
 
     per_second: float
-    cores: float
-    cpu_per_million: float
+    seconds: float
+    cores: float | None
+    cpu_per_million: float | None
     problems: list[str]
 
 
@@ -103,15 +106,18 @@ def _run(ground: Field, one: Contestant, settings: Settings) -> Run:
             raise BenchError(
                 f"it was done too quickly to be measured, or did nothing; {process.last_words()}"
             )
-        cpu = value_at(process.cpu, found.end) - value_at(process.cpu, found.begin)
         seconds = found.end - found.begin
+        cpu = None
+        if process.cpu and seconds >= _SHORT:
+            cpu = value_at(process.cpu, found.end) - value_at(process.cpu, found.begin)
         problems = ground.tool.check(job.out, settings.n).problems
         committed = ground.tool.committed(job.group, job.topic)
         if committed != settings.n:
             problems.append(f"committed {committed:,} of {settings.n:,}")
         return Run(
             per_second=found.per_second,
-            cores=cpu / seconds,
-            cpu_per_million=cpu / (found.per_second * seconds) * 1e6,
+            seconds=seconds,
+            cores=None if cpu is None else cpu / seconds,
+            cpu_per_million=None if cpu is None else cpu / (found.per_second * seconds) * 1e6,
             problems=problems,
         )

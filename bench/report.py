@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BenchError
@@ -104,14 +105,14 @@ def _verdict(problems: list[str]) -> str:
 def _drain(report: DrainReport) -> str:
     rows = []
     for row in report.rows:
-        cpu = Spread.of([run.cpu_per_million for run in row.runs]).median if row.runs else None
-        cores = Spread.of([run.cores for run in row.runs]).median if row.runs else None
+        cpu = [run.cpu_per_million for run in row.runs if run.cpu_per_million is not None]
+        cores = [run.cores for run in row.runs if run.cores is not None]
         rows.append(
             [
                 row.label,
                 _spread(row.per_second),
-                _NONE if cpu is None else f"{cpu:.1f}",
-                _NONE if cores is None else f"{cores:.2f}",
+                f"{median(cpu):.1f}" if cpu else _NONE,
+                f"{median(cores):.2f}" if cores else _NONE,
                 _verdict(row.problems),
             ]
         )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
 from keylane.testing import Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Log:
         """Everything in the topic, partition by partition."""
         partitions = range(self.cluster.partitions(topic))
         ends = self.cluster.ends(topic, partitions)
-        consumer = Consumer(
+        consumer: Any = Consumer(
             {
                 "bootstrap.servers": self.bootstrap,
                 "group.id": "reader",
@@ -91,8 +93,8 @@ class Log:
                 open_ = True
                 while open_:
                     for message in consumer.consume(5000, 5):
-                        if message.error() is not None:
-                            assert message.error().name() == "_PARTITION_EOF", message.error()
+                        if (error := message.error()) is not None:
+                            assert error.name() == "_PARTITION_EOF", error
                             open_ = False
                             continue
                         rows.append(

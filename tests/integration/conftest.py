@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ from keylane.testing import Sent, Verdict, check, read_history
 from support import Log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from pyspark.sql import SparkSession
 
 

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane.broker import Broker
 from keylane.testing import check, check_results, read_history
-from support import Log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from keylane.broker import Broker
+    from support import Log
 
 KEYLANE = [sys.executable, "-m", "keylane"]
 
@@ -67,7 +70,7 @@ def test_a_signal_drains_and_the_next_run_catches_up(
         while log.count(f"{name}.out") < 5_000:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        # As the terminal does it: Ctrl-C goes to every process in the foreground. SIGTERM is sent to the one that was named.
+        # As the terminal does it: Ctrl-C goes to every process in the foreground, SIGTERM to the one that was named.
         os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
@@ -77,7 +80,7 @@ def test_a_signal_drains_and_the_next_run_catches_up(
     assert facts["ended"] == "stopped"
     assert 0 < facts["processed"] < 40_000
 
-    again = keylane("run", "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]", "--until-caught-up", "--json", folder=tmp_path)  # fmt: skip  # noqa: E501
+    again = keylane(*run[len(KEYLANE) :], "--until-caught-up", folder=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["lag"] == 0
     verdict = check(read_history(tmp_path / "history"), sent=sent)

@@ -5,37 +5,42 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from keylane import App, Message, Transient
-from keylane.broker import Broker
 from keylane.testing import HistoryWriter, Verdict, check_results
-from support import Log
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
     from pyspark.sql import SparkSession
+
+    from keylane.broker import Broker
+    from support import Log
 
 
 def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
     return [(row.key, row.header("event-id")) for row in rows]
 
 
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("x")
+
+
 def slow_app(name: str, folder: Path) -> App:
     app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(folder / "history"))
-    opened = str(folder / "opened")
-    closed = str(folder / "closed")
+    opened = folder / "opened"
+    closed = folder / "closed"
 
     @app.resource
     async def client() -> AsyncIterator[str]:
-        with open(opened, "a") as file:
-            file.write("x")
+        append(opened)
         yield "client"
-        with open(closed, "a") as file:
-            file.write("x")
+        append(closed)
 
     @app.stage
     async def work(msg: Message, client: str) -> bytes:
@@ -109,6 +114,10 @@ def test_stopping_drains_and_the_next_start_goes_on(
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
 
 
+def refuse() -> None:
+    raise ConnectionRefusedError("nobody listens there")
+
+
 @pytest.mark.timeout(90)
 def test_a_resource_that_cannot_be_opened_is_named(
     log: Log, spark: SparkSession, broker: Broker, name: str
@@ -119,8 +128,7 @@ def test_a_resource_that_cannot_be_opened_is_named(
 
     @app.resource
     async def database() -> AsyncIterator[None]:
-        raise ConnectionRefusedError("nobody listens there")
-        yield
+        yield refuse()
 
     @app.stage
     async def write(msg: Message, database: None) -> None: ...

@@ -13,9 +13,9 @@ from keylane.core.classify import Failure, classify
 
 # What clients written for older Pythons raise.
 old_names = [
-    asyncio.TimeoutError("asyncio"),  # noqa: UP041
+    TimeoutError("asyncio"),
     concurrent.futures.TimeoutError("futures"),
-    socket.timeout("socket"),  # noqa: UP041
+    TimeoutError("socket"),
 ]
 
 

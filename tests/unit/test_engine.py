@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import random
-import sys
 import threading
 import time
 from collections import Counter

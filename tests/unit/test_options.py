@@ -184,9 +184,7 @@ def test_settings_that_order_and_progress_rest_on_cannot_be_changed(name: str) -
         "ssl.key.pem",
         "sasl.oauthbearer.client.secret",
         "sasl.oauthbearer.assertion.private.key.pem",
-        pytest.param(
-            "sasl.oauthbearer.assertion.private.key.passphrase",
-        ),
+        "sasl.oauthbearer.assertion.private.key.passphrase",
     ],
 )
 def test_secrets_are_not_shown(name: str) -> None:

@@ -73,5 +73,10 @@ class Peer:
             await asyncio.sleep(0.2)
 
 
+async def main() -> None:
+    """Clients are made inside the loop they use."""
+    await Peer(dict(a.split("=", 1) for a in sys.argv[1:])).run()
+
+
 if __name__ == "__main__":
-    asyncio.run(Peer(dict(a.split("=", 1) for a in sys.argv[1:])).run())
+    asyncio.run(main())

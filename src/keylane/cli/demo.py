@@ -91,7 +91,7 @@ def demo(
     ] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    """See it at work: thousands of chats through a four-stage pipeline, one message in ten failing at first.
+    r"""See it at work: thousands of chats through a four-stage pipeline, one message in ten failing at first.
 
     Starts a real Kafka broker, offers the load, runs the app on Spark, reads the results back and judges them: order
     inside each chat, losses, duplicates, latency. Everything it starts it stops. Takes about a minute, the first time
@@ -266,8 +266,8 @@ class _Demo:
             "SELECT avg(CAST(owners = 1 AS INT)) AS affinity FROM "
             "(SELECT key, epoch, count(DISTINCT owner) AS owners FROM outcomes GROUP BY key, epoch)"
         ).first()
-        assert total is not None
-        assert owners is not None
+        if total is None or owners is None:
+            raise KeylaneError("Spark wrote no outcomes")
         return Outcomes(
             retries=total.retries,
             dead=total.dead,
@@ -284,13 +284,13 @@ def _show(console: Console, facts: Facts) -> None:
     for column in ("", "measured", "expected", "where from"):
         table.add_column(column, justify="right" if column in ("measured", "expected") else "left")
     rows = [
-        ("results", f"{facts.results:,}", f"{facts.messages - facts.dead_letters_expected:,}", "read back from chat.out"),
-        ("throughput", f"{facts.throughput_per_second:,.0f}/s", f"{facts.offered_per_second:,.0f}/s", "first to last result"),
-        ("end to end p50", f"{facts.p50_ms:.0f} ms", f"{facts.stages_p50_ms:.0f} ms in stages", "due time to arrival, all messages"),
+        ("results", f"{facts.results:,}", f"{facts.messages - facts.dead_letters_expected:,}", "read back"),
+        ("throughput", f"{facts.throughput_per_second:,.0f}/s", f"{facts.offered_per_second:,.0f}/s", "first to last"),
+        ("end to end p50", f"{facts.p50_ms:.0f} ms", f"{facts.stages_p50_ms:.0f} ms in stages", "due to arrival"),
         ("end to end p95", f"{facts.p95_ms:.0f} ms", "", "the same; retries wait for their backoff"),
         ("end to end p99", f"{facts.p99_ms:.0f} ms", "", "the same"),
         ("p99 without failure", f"{facts.clean_p99_ms:.0f} ms", "", "messages that did not fail themselves"),
-        ("retries", f"{facts.retries:,}", f"{facts.failed_at_first:,} fail at first", "Spark SQL over the outcome rows"),
+        ("retries", f"{facts.retries:,}", f"{facts.failed_at_first:,} fail at first", "outcome rows, by Spark SQL"),
         ("dead letters", f"{facts.dead_letters:,}", f"{facts.dead_letters_expected:,}", "the same, and in chat.dlq"),
         ("ordering violations", f"{facts.ordering_violations:,}", "0", "sequence of each chat in chat.out"),
         ("duplicates", f"{facts.duplicates:,}", "0", "the same"),
@@ -301,6 +301,6 @@ def _show(console: Console, facts: Facts) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(
-        f"Stages: 5 + 20 + 50–80 + 10 ms. Broker, load and Spark shared this machine; {facts.tasks} tasks, "
+        f"Stages: 5 + 20 + 50 to 80 + 10 ms. Broker, load and Spark shared this machine; {facts.tasks} tasks, "
         f"{facts.epochs} epochs. {'Every promise was kept.' if facts.sound else 'A PROMISE WAS BROKEN.'}"
     )

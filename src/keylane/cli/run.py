@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +58,7 @@ def run(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the end result as one JSON object.")] = False,
 ) -> None:
-    """Run an app until Ctrl-C or SIGTERM, which drain it: what is running is finished and committed first.
+    r"""Run an app until Ctrl-C or SIGTERM, which drain it: what is running is finished and committed first.
 
     The module is looked for in the current folder and in the installed packages. Progress goes to the Kafka group named
     after the app, so the next run goes on where this one ended.
@@ -74,7 +75,7 @@ def run(
         for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items()
         if v
     }
-    folder = os.getcwd()
+    folder = str(Path.cwd())
     sys.path.insert(0, folder)
 
     from keylane.kafka.cluster import Cluster  # noqa: PLC0415 - the rest takes seconds to import; bad usage is told first
@@ -97,7 +98,7 @@ def run(
         stop.install()  # again: Spark has put its own handler in place
         query = start(app, spark, parcel=Parcel(reference=reference, path=(folder,)), **given)
     console.print(
-        f"app {app.name!r} runs: {app.source} → {app.sink or 'no sink'} at {settings.bootstrap}. Ctrl-C drains and stops."
+        f"app {app.name!r} runs: {app.source} → {app.sink or 'no sink'} at {settings.bootstrap}. Ctrl-C drains it."
     )
     meter = LagMeter(settings, app.name, app.source)
     began, first = time.monotonic(), meter.read()

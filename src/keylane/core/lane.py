@@ -18,7 +18,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -40,8 +40,8 @@ class LaneState(Enum):
 class Entry(Protocol):
     """What a lane queues. The three fields belong to the lane table; nobody else writes them."""
 
-    next: Entry | None
-    lane: Lane[Entry] | None
+    next: Any
+    lane: Any
     settled: bool
 
 
@@ -95,7 +95,7 @@ class LaneTable(Generic[E]):
         """Queue an entry behind everything its lane holds. ``None`` as the key: no order, a lane of its own."""
         if key is None:
             lane = Lane(None, entry)
-            entry.lane = lane  # type: ignore[assignment]
+            entry.lane = lane
             self._anonymous += 1
             self.ready.append(lane)
             return
@@ -110,7 +110,7 @@ class LaneTable(Generic[E]):
                 found.head = entry
                 found.state = LaneState.READY
                 self.ready.append(found)
-        entry.lane = found  # type: ignore[assignment]
+        entry.lane = found
 
     def take(self) -> Lane[E] | None:
         """The next lane to run, now RUNNING, or None. Its ``head`` is the entry to process."""
@@ -128,7 +128,7 @@ class LaneTable(Generic[E]):
         """
         self.running -= 1
         self.unsettled += 1
-        head: E | None = lane.head.next  # type: ignore[union-attr, assignment]
+        head: E | None = lane.head.next  # type: ignore[union-attr]  # a lane that runs has a head
         lane.head = head
         if head is None or self.closed:
             lane.state = LaneState.IDLE
@@ -160,14 +160,14 @@ class LaneTable(Generic[E]):
         """What the entry caused is durable. Appends the entries that are done now to ``done``, in lane order."""
         self.unsettled -= 1
         entry.settled = True
-        lane: Lane[E] = entry.lane  # type: ignore[assignment]
+        lane: Lane[E] = entry.lane
         if lane.first is not entry:
             return
         current: E | None = entry
         head = lane.head
         while current is not None and current is not head and current.settled:
             done.append(current)
-            current = current.next  # type: ignore[assignment]
+            current = current.next
         lane.first = current
         if current is None:
             if lane.key is None:

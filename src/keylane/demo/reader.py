@@ -31,7 +31,7 @@ class ResultReader(threading.Thread):
         self.first = 0.0
         self.last = 0.0
         self._failed = failed
-        self._sequences: dict[bytes, int] = {}
+        self._sequences: dict[bytes | None, int] = {}
         self._closing = threading.Event()
         self._consumer = Consumer(
             {
@@ -67,8 +67,8 @@ class ResultReader(threading.Thread):
         self._closing.set()
         self.join(10)
 
-    def _see(self, key: bytes, value: bytes, now: float) -> None:
-        sequence, due_us, event_id = parse_value(value)
+    def _see(self, key: bytes | None, value: bytes | None, now: float) -> None:
+        sequence, due_us, event_id = parse_value(value or b"")
         before = self._sequences.get(key, -1)
         if sequence == before:
             self.duplicates += 1

@@ -1,8 +1,8 @@
 """The engine: runs the heads of lanes, as many at once as there are, and decides what happens next to each.
 
-Runners are reused tasks. A runner takes ready lanes one after another; before it takes one while more are ready it makes
-sure that another runner is scheduled. Stages that never wait cost no task at all; stages that wait get as many runners
-as wait. There is no fixed number of them, and no lane is bound to one.
+Runners are reused tasks. A runner takes ready lanes one after another; before it takes one while more are ready it
+makes sure that another runner is scheduled. Stages that never wait cost no task at all; stages that wait get as many
+runners as wait. There is no fixed number of them, and no lane is bound to one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Output(Protocol):
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Raises :class:`keylane.Poison` when the sink can never take this value."""
 
-    def dead(self, delivery: Delivery, letter: DeadLetter) -> None: ...
+    def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """The message as it came, and why it is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ class Engine:
             self.acknowledged = []
             self._settle(acknowledged)
 
-    async def drain(self, timeout: float) -> bool:
+    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 - it ends in a result, not an exception
         """Start nothing new and wait for what was started, retries included, until its results are durable.
 
         Returns False when ``timeout`` seconds were not enough: then what still ran was cancelled and is not done.
@@ -268,7 +269,7 @@ class Engine:
                     self.acknowledged.append(delivery)
                 else:
                     result_of(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stage raises is classified
+            except (Exception, SystemExit) as error:
                 self._failed(lane, delivery, error)
             except asyncio.CancelledError:
                 if self._cancelling:
@@ -361,7 +362,7 @@ class Engine:
             self.dead += sum(1 for d in done if d.outcome is Outcome.DEAD)
             try:
                 self._on_done(done)
-            except Exception as error:  # noqa: BLE001 - a failure of the task's own code must end the task
+            except Exception as error:
                 self.fail(
                     error if isinstance(error, KeylaneError) else KeylaneError(f"internal error: {error!r}")
                 )

@@ -143,7 +143,7 @@ def decoder(app: App) -> Callable[[bytes], Any] | None:
         return json.loads
     if app.decode == "text":
         return bytes.decode
-    return app.decode  # type: ignore[return-value]
+    return app.decode
 
 
 _dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode

@@ -6,9 +6,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka.admin import ConfigResource, NewPartitions, NewTopic, OffsetSpec, ResourceType
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
+    ConfigResource,
+    NewPartitions,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+)
 
 from keylane.errors import KafkaError
 
@@ -59,7 +65,7 @@ class Topics:
 
 
 class Cluster:
-    """The cluster behind a bootstrap address. Every method raises :class:`KafkaError` in words when it gets no answer."""
+    """The cluster behind a bootstrap address. Every method raises :class:`KafkaError` when it gets no answer."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
@@ -133,7 +139,7 @@ class Cluster:
 
     def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
         """The end (or the beginning) of each partition: the offset that the next message will get."""
-        spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()
+        spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(topic, p): spec for p in partitions}
         found = {}
         for at, future in self._admin.list_offsets(asked, request_timeout=TIMEOUT).items():

@@ -46,6 +46,7 @@ class Share:
 
     @property
     def held(self) -> int:
+        """Messages handed over and not done."""
         return self.handed - self.done
 
 
@@ -66,7 +67,7 @@ class Fetcher:
     average at half their shares the thread stops asking for more: that keeps what librdkafka has fetched ahead, which
     a pause would throw away.
 
-    ``until``: hand over nothing at or above these offsets; such a partition *ends*, and when all have, ``on_ended`` is called.
+    ``until``: hand over nothing at or above these offsets; when every partition has come to it, ``ended`` is true.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Fetcher:
                 else:
                     time.sleep(_FULL)
             self._carry_out()
-        except BaseException as error:  # noqa: BLE001 - a dead owner thread must end the task, whatever killed it
+        except BaseException as error:
             self._fail(error)
             self._refuse_orders(error)
         finally:

@@ -49,7 +49,7 @@ class KafkaOutput:
             delivery.key,
             on_delivery=delivery,
             timestamp=delivery.timestamp or 0,
-            headers=headers,
+            headers=headers,  # type: ignore[arg-type]  # a list of wider pairs is asked for
         )
 
     def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
@@ -78,11 +78,11 @@ class KafkaOutput:
             delivery.key,
             on_delivery=delivery,
             timestamp=delivery.timestamp or 0,
-            headers=headers + context,
+            headers=headers + context,  # type: ignore[arg-type]
         )
 
     async def state(self, partition: int, value: bytes) -> None:
-        """Write a task's progress to the state topic and wait until it is there. Raises KafkaError when it is refused."""
+        """Write a task's progress to the state topic and wait until it is there. Raises KafkaError if refused."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def report(error: Any, _message: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
@@ -12,6 +12,8 @@ from confluent_kafka.admin import AdminClient
 from keylane.errors import SettingsError
 
 log = logging.getLogger("keylane.kafka")
+
+C = TypeVar("C", Consumer, Producer, AdminClient)
 
 OURS = {
     "group.id": "the app's name is its group",
@@ -91,7 +93,7 @@ class KafkaSettings:
         """An admin client."""
         return self._make(AdminClient, {}, {})
 
-    def _make(self, kind: Any, base: dict[str, Any], more: dict[str, Any]) -> Any:
+    def _make(self, kind: type[C], base: dict[str, Any], more: dict[str, Any]) -> C:
         conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **dict(self.extra), **more}
         try:
             return kind(conf, logger=log)

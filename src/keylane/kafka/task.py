@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from confluent_kafka import Producer, TopicPartition
 
-from keylane.core.progress import LIMIT, decode, encode
+from keylane.core.progress import LIMIT, encode
 from keylane.core.watermark import Progress, Watermark
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
@@ -24,7 +24,6 @@ from keylane.errors import KafkaError, KeylaneError
 from keylane.kafka.cluster import TIMEOUT, Cluster
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.output import KafkaOutput
-from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.state import ELSEWHERE, MAX_PROGRESS, State
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from keylane.app import App
     from keylane.engine.delivery import Delivery
+    from keylane.kafka.settings import KafkaSettings
     from keylane.message import Record
 
 log = logging.getLogger("keylane.task")
@@ -64,7 +64,7 @@ class TaskPlan:
 
 
 _producers: dict[KafkaSettings, Producer] = {}
-"""Spark uses a Python worker again for the next epoch; a new idempotent producer would take half a second to be ready."""
+"""Spark uses a Python worker again for the next epoch; a new idempotent producer takes half a second to be ready."""
 
 
 def _producer(settings: KafkaSettings) -> Producer:
@@ -104,7 +104,7 @@ class Task:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._run())
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that Spark waits on
+        except BaseException as error:
             self._out.put(error)
         else:
             self._out.put(None)
@@ -216,10 +216,11 @@ class Task:
             if watermark.restoring:
                 wanted = [record for record in group if watermark.wanted(record.offset())]
                 self._shares[partition].done += len(group) - len(wanted)
-                group = wanted
-            if group and not engine.draining:
-                watermark.deliver([record.offset() for record in group])
-                engine.accept(group)
+            else:
+                wanted = group
+            if wanted and not engine.draining:
+                watermark.deliver([record.offset() for record in wanted])
+                engine.accept(wanted)
             if not engine.draining:
                 watermark.reach(reached)
         for partition, end in batch.ends.items():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keylane.errors import SettingsError
 from keylane.kafka.settings import KafkaSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BOOTSTRAP = "kafka.bootstrap.servers"
 _KNOWN = (

@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark import cloudpickle as untyped
@@ -32,7 +33,7 @@ class Parcel:
     def open(self) -> App:
         """The app. Raises :class:`SettingsError` when it cannot be had here."""
         for folder in self.path:
-            if os.path.isdir(folder) and folder not in sys.path:
+            if Path(folder).is_dir() and folder not in sys.path:
                 sys.path.append(folder)
         if self.reference is not None:
             return load(self.reference)
@@ -64,7 +65,7 @@ def pack(app: App) -> Parcel:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-    return Parcel(pickled=pickled, path=tuple(p for p in sys.path if p and os.path.isdir(p)))
+    return Parcel(pickled=pickled, path=tuple(p for p in sys.path if p and Path(p).is_dir()))
 
 
 def load(reference: str) -> App:

@@ -96,7 +96,7 @@ def _plan(
         raise SettingsError(
             "spark.speculation is on: Spark would run a lane twice at the same time. Turn it off for this session"
         )
-    if "PYSPARK_PYTHON" not in os.environ and context.master.startswith("local"):
+    if "PYSPARK_PYTHON" not in os.environ and (context.master or "").startswith("local"):
         context.pythonExec = sys.executable  # the workers need the packages that are installed here
     topics = Cluster(options.settings).prepare(app)
     slots = max(1, context.defaultParallelism // int(context.getConf().get("spark.task.cpus", "1")))

@@ -56,12 +56,15 @@ class LaneSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
+        """As in ``spark.readStream.format("keylane")``."""
         return "keylane"
 
     def schema(self) -> str:
+        """One row per message that is done."""
         return DDL
 
     def streamReader(self, schema: StructType) -> LaneReader:  # noqa: N802, ARG002 - Spark's names
+        """The reader of this run."""
         return LaneReader(self.plan)
 
 
@@ -80,6 +83,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # The planner.
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where the first epoch begins when the group has no progress: ``startingOffsets``, as numbers."""
         plan, cluster = self._plan, self._connect()
         partitions = range(cluster.partitions(plan.topic))
         beginnings = cluster.ends(plan.topic, partitions, earliest=True)
@@ -97,10 +101,12 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _offset(0, starts)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Remember where the source ends now; nothing beyond is read."""
         cluster = self._connect()
         self._target = cluster.ends(self._plan.topic, range(cluster.partitions(self._plan.topic)))
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
+        """The next epoch; ``start`` again when everything there was is done."""
         cluster = self._connect()
         starts = self._positions(cluster, start)
         if self._target is not None and all(starts.get(p, 0) >= end for p, end in self._target.items()):
@@ -108,6 +114,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _offset(start["epoch"] + 1, starts)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
+        """The epoch, cut into at most as many tasks as there are slots."""
         if start == end:
             return []
         plan = self._plan
@@ -151,7 +158,8 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Run one task's epoch."""
-        assert isinstance(partition, TaskPartition)
+        if not isinstance(partition, TaskPartition):
+            raise TypeError(f"not a task's plan: {partition!r}")
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
         task = Task(self._plan.parcel.open(), partition.plan)
         for deliveries in task.outcomes():
