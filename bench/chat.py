@@ -102,10 +102,10 @@ def _run(ground: Field, one: Contestant, settings: Settings) -> Run:
     )
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
-            warm = ground.warm_up(job)
+            warm = ground.warm_up(job, process)
             time.sleep(_REST)
             began, cpu, broker = time.monotonic(), process.cpu_seconds(), ground.broker_cpu()
-            result = ground.tool.load(job.topic, job.out, load)
+            result = ground.tool.load(job.topic, job.out, load, process.must_run)
             seconds = time.monotonic() - began
             cores, broker_cores = (
                 (process.cpu_seconds() - cpu) / seconds,

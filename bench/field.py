@@ -74,9 +74,9 @@ class Field:
         """The peer at its job, not started yet."""
         return Process(contestant.command(job), self.logs / f"{job.group}.log")
 
-    def warm_up(self, job: Job) -> int:
+    def warm_up(self, job: Job, process: Process) -> int:
         """A first small load, until all of it is out: the peer runs. Returns how many messages it was."""
-        result = self.tool.load(job.topic, job.out, _WARM)
+        result = self.tool.load(job.topic, job.out, _WARM, process.must_run)
         if result.order.problems:
             raise BenchError(f"warm-up: {', '.join(result.order.problems)}")
         return result.order.sent

@@ -80,6 +80,12 @@ class Process:
         if code:
             raise BenchError(f"it ended with {code}; {self.last_words()}")
 
+    def must_run(self) -> None:
+        """Raise BenchError when it has ended at all."""
+        self.check()
+        if self._popen().poll() is not None:
+            raise BenchError(f"it ended by itself; {self.last_words()}")
+
     def stop(self, grace: float = STOP_SECONDS) -> None:
         """SIGTERM, time to end, and SIGKILL to whatever of its session is still there."""
         running = self._popen()

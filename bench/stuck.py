@@ -90,10 +90,10 @@ def _round(ground: Field, one: Contestant, report: Report, number: int) -> None:
     job = replace(ground.job(one, "stuck"), stages=(settings.stage_ms,), stuck=True)
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
-            sent = ground.warm_up(job)
+            sent = ground.warm_up(job, process)
             for held in (False, True) if number % 2 == 0 else (True, False):
                 time.sleep(_REST)
-                result = ground.tool.load(job.topic, job.out, _load(settings, held=held))
+                result = ground.tool.load(job.topic, job.out, _load(settings, held=held), process.must_run)
                 run = _judge(result, report, number)
                 (report.held if held else report.free).append(run)
                 sent += result.order.sent + (result.stuck_order.sent if result.stuck_order else 0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -128,11 +130,12 @@ class Tool:
         """How far the group's progress is, over all partitions."""
         return int(self._call("group", group=group, topic=topic)["committed"])
 
-    def load(self, topic: str, out: str, load: Load) -> LoadResult:
-        """Offer a load and wait for its results."""
+    def load(self, topic: str, out: str, load: Load, watch: Callable[[], None]) -> LoadResult:
+        """Offer a load and wait for its results. ``watch`` is called now and then; what it raises ends the load."""
         said = self._call(
             "load",
             load.seconds + load.patience + 60,
+            watch,
             topic=topic,
             out=out,
             rate=load.rate,
@@ -159,15 +162,26 @@ class Tool:
             late_ms=float(said["gen_slip_ms"]),
         )
 
-    def _call(self, what: str, timeout: float = 60.0, **flags: object) -> dict[str, Any]:
+    def _call(
+        self, what: str, timeout: float = 60.0, watch: Callable[[], None] = lambda: None, **flags: object
+    ) -> dict[str, Any]:
         command = [str(self._program), what, "-brokers", self._brokers]
         for name, value in flags.items():
             command += [f"-{name}", str(value)]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"the load generator's `{what}` took longer than {timeout:.0f} s") from None
-        if answer.returncode:
-            raise BenchError(f"the load generator's `{what}` failed: {answer.stderr.strip()[-300:]}")
-        said: dict[str, Any] = json.loads(answer.stdout or "{}")
-        return said
+        until = time.monotonic() + timeout
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            try:
+                while running.poll() is None:
+                    if time.monotonic() > until:
+                        raise BenchError(f"the load generator's `{what}` took longer than {timeout:.0f} s")
+                    watch()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        running.wait(0.5)
+                out, said = running.communicate()
+            except BaseException:
+                running.kill()
+                raise
+        if running.returncode:
+            raise BenchError(f"the load generator's `{what}` failed: {said.strip()[-300:]}")
+        answer: dict[str, Any] = json.loads(out or "{}")
+        return answer

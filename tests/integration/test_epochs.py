@@ -114,7 +114,7 @@ def test_stopping_drains_and_the_next_start_goes_on(
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
 
 
-def refuse() -> None:
+def refuse() -> str:
     raise ConnectionRefusedError("nobody listens there")
 
 
@@ -127,11 +127,11 @@ def test_a_resource_that_cannot_be_opened_is_named(
     app = App(name, source=f"{name}.in")
 
     @app.resource
-    async def database() -> AsyncIterator[None]:
+    async def database() -> AsyncIterator[str]:
         yield refuse()
 
     @app.stage
-    async def write(msg: Message, database: None) -> None: ...
+    async def write(msg: Message, database: str) -> None: ...
 
     query = app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
     with pytest.raises(

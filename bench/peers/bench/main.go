@@ -135,6 +135,13 @@ func main() {
 		for _, t := range strings.Split(*topic, ",") {
 			_, err := kadm.NewClient(cl).CreateTopic(ctx, int32(*parts), 1, nil, t)
 			die(err)
+			for { // until every partition has a leader that answers
+				l, err := kadm.NewClient(cl).ListEndOffsets(ctx, t)
+				if err == nil && l.Error() == nil && len(l[t]) == *parts {
+					break
+				}
+				time.Sleep(10 * time.Millisecond)
+			}
 		}
 	case "delete":
 		cl := producer(0)

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Step:
     name: str
     call: Callable[[Message], Awaitable[Any]]
     retry: Retry
+    threads: set[int]
+    """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
 
 
 @asynccontextmanager
@@ -44,10 +47,7 @@ async def open_pipeline(app: App) -> AsyncIterator[tuple[Step, ...]]:
         for resource in app.resources.values():
             given = {name: opened[name] for name in resource.needs}
             opened[resource.name] = await stack.enter_async_context(_opened(app, resource, given))
-        yield tuple(
-            Step(name=stage.name, call=_bind(stage, opened, stack), retry=stage.retry or app.retry)
-            for stage in app.stages
-        )
+        yield tuple(_step(app, stage, opened, stack) for stage in app.stages)
 
 
 @asynccontextmanager
@@ -76,21 +76,23 @@ async def _opened(app: App, resource: Resource, given: dict[str, Any]) -> AsyncI
                 ) from error
 
 
-def _bind(stage: Stage, opened: dict[str, Any], stack: AsyncExitStack) -> Callable[[Message], Awaitable[Any]]:
+def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack) -> Step:
     function = stage.function
+    threads: set[int] = set()
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
     if not stage.is_async:
-        return _threaded(stage, function, stack)
-    if stage.timeout is not None:
-        function = _timed(stage.name, function, stage.timeout)
-    if stage.limit is not None:
-        function = _limited(function, stage.limit)
-    return function
+        function = _threaded(stage, function, threads, stack)
+    else:
+        if stage.timeout is not None:
+            function = _timed(stage.name, function, stage.timeout)
+        if stage.limit is not None:
+            function = _limited(function, stage.limit)
+    return Step(name=stage.name, call=function, retry=stage.retry or app.retry, threads=threads)
 
 
 def _threaded(
-    stage: Stage, function: Callable[[Message], Any], stack: AsyncExitStack
+    stage: Stage, function: Callable[[Message], Any], threads: set[int], stack: AsyncExitStack
 ) -> Callable[[Message], Awaitable[Any]]:
     # A pool per stage: threads that wait in one stage take none from another. Its size is the stage's limit.
     pool = ThreadPoolExecutor(stage.limit or THREADS, thread_name_prefix=f"stage-{stage.name}")
@@ -98,10 +100,14 @@ def _threaded(
     loop = asyncio.get_running_loop()
 
     def guarded(message: Message) -> Any:
+        me = threading.get_ident()
+        threads.add(me)
         try:
             return function(message)
         except StopIteration as error:  # a future cannot carry it: it would never be done
             raise RuntimeError("the stage raised StopIteration") from error
+        finally:
+            threads.discard(me)
 
     def call(message: Message) -> Awaitable[Any]:
         return loop.run_in_executor(pool, guarded, message)

@@ -31,6 +31,8 @@ MAX_BYTES = 256 * 1024 * 1024
 """Bytes of message values a task holds, about: large messages shrink its capacity."""
 _POLL = 0.1
 _FULL = 0.005
+_GONE = 30.0
+"""Seconds after which a topic that the broker does not know counts as deleted."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class Fetcher:
         self._fetching.set()
         self._closing = threading.Event()
         self._warned = 0.0
+        self._missing_since = 0.0  # when the client first said that the topic is not there
         self._thread = threading.Thread(target=self._main, name="keylane-fetcher", daemon=True)
 
     def start(self) -> None:
@@ -252,17 +255,25 @@ class Fetcher:
 
     def _problem(self, error: Any) -> None:
         """An error the client reports: what does not pass by itself ends the task, the rest is said now and then."""
-        lasting = (
+        missing = (
             ClientError.UNKNOWN_TOPIC_OR_PART,
-            ClientError._UNKNOWN_TOPIC,  # noqa: SLF001
+            ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
             ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
+        )
+        lasting = (
             ClientError.TOPIC_AUTHORIZATION_FAILED,
             ClientError.GROUP_AUTHORIZATION_FAILED,
             ClientError.CLUSTER_AUTHORIZATION_FAILED,
             ClientError._AUTHENTICATION,  # noqa: SLF001
         )
-        if error.fatal() or error.code() in lasting:
+        now = time.monotonic()
+        if error.code() not in missing:
+            self._missing_since = 0.0
+        elif not self._missing_since:
+            self._missing_since = now  # a broker that has just come back may not know its topics yet
+        gone = bool(self._missing_since) and now - self._missing_since > _GONE
+        if error.fatal() or error.code() in lasting or gone:
             raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
-        if time.monotonic() - self._warned > 10:
-            self._warned = time.monotonic()
+        if now - self._warned > 10:
+            self._warned = now
             log.warning("the Kafka client reports: %s (it goes on trying)", error.str())

@@ -30,7 +30,9 @@ class KafkaOutput:
 
     def __init__(self, producer: Producer, app: App, *, limit: int) -> None:
         self._producer = producer
-        self._produce = producer.produce
+        self._produce: Any = (
+            producer.produce
+        )  # its stub asks for headers of a wider type, which lists are not
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
@@ -43,14 +45,7 @@ class KafkaOutput:
                 f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
                 f"(max.message.bytes less overhead: {self._limit:,})"
             )
-        self._produce(
-            self._sink,
-            value,
-            delivery.key,
-            on_delivery=delivery,
-            timestamp=delivery.timestamp or 0,
-            headers=headers,  # type: ignore[arg-type]  # a list of wider pairs is asked for
-        )
+        self._send(self._sink, value, delivery, headers)
 
     def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
         """The message as it came, with the failure's context in added headers."""
@@ -72,14 +67,21 @@ class KafkaOutput:
         except UnicodeDecodeError as error:
             headers = []
             context.append(("keylane-headers-unreadable", str(error).encode()))
-        self._produce(
-            self._app.dlq,
-            delivery.original,
-            delivery.key,
-            on_delivery=delivery,
-            timestamp=delivery.timestamp or 0,
-            headers=headers + context,  # type: ignore[arg-type]
-        )
+        self._send(self._app.dlq, delivery.original, delivery, headers + context)
+
+    def _send(self, topic: str, value: bytes | None, delivery: Delivery, headers: Headers) -> None:
+        timestamp = delivery.timestamp or 0
+        while True:
+            try:
+                self._produce(
+                    topic, value, delivery.key, on_delivery=delivery, timestamp=timestamp, headers=headers
+                )
+            except (
+                BufferError
+            ):  # gigabytes wait for a broker that does not answer: nothing else can go on either
+                self._producer.poll(0.1)
+            else:
+                return
 
     async def state(self, partition: int, value: bytes) -> None:
         """Write a task's progress to the state topic and wait until it is there. Raises KafkaError if refused."""

@@ -27,10 +27,11 @@ from keylane.kafka.output import KafkaOutput
 from keylane.kafka.state import ELSEWHERE, MAX_PROGRESS, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from keylane.app import App
     from keylane.engine.delivery import Delivery
+    from keylane.engine.pipeline import Step
     from keylane.kafka.settings import KafkaSettings
     from keylane.message import Record
 
@@ -166,6 +167,7 @@ class Task:
                 with contextlib.suppress(KeylaneError) if engine.failure.done() else contextlib.nullcontext():
                     await self._commit(fetcher, output)
                 await asyncio.to_thread(fetcher.close)
+                await self._wait_for_threads(steps)
                 state.close()
                 self._hand_out()
         log.info(
@@ -176,6 +178,18 @@ class Task:
             drained - draining,
             loop.time() - drained,
         )
+
+    async def _wait_for_threads(self, steps: Sequence[Step]) -> None:
+        """No thread may outlive its task: it would still work on a message that another task runs again.
+
+        A thread cannot be ended, but the process it lives in can. Spark runs the task again elsewhere.
+        """
+        deadline = time.monotonic() + self._app.drain_timeout
+        while busy := [step.name for step in steps if step.threads]:
+            if time.monotonic() > deadline:
+                log.error("%s: stages %s are still running; this process ends with them", self.owner, busy)
+                os._exit(70)
+            await asyncio.sleep(0.02)
 
     # Start.
 

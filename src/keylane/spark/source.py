@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.spark.parcel import Parcel
+
+log = logging.getLogger("keylane.task")
 
 EARLIEST, LATEST = -2, -1
 
@@ -161,6 +164,14 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"not a task's plan: {partition!r}")
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+        context = TaskContext.get()
+        if context is not None and context.attemptNumber():
+            log.warning(
+                "task %d of epoch %d runs again after a failure (attempt %d): it goes on from the last commit",
+                partition.plan.task,
+                partition.plan.epoch,
+                context.attemptNumber() + 1,
+            )
         task = Task(self._plan.parcel.open(), partition.plan)
         for deliveries in task.outcomes():
             yield to_arrow(deliveries, task.owner, partition.plan.epoch)
