@@ -1,0 +1,95 @@
+"""What the documents tell a newcomer to type, typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(200)
+def test_the_readme_word_by_word(tmp_path: Path) -> None:
+    """Every command and snippet of the README but `make demo`, in its order, in an empty folder."""
+    state = {"KEYLANE_STATE": str(tmp_path / "state")}
+    shop, orders, harness, spark = blocks("README.md", "python")
+    demo, broker, work, stop = blocks("README.md", "sh")
+    assert demo.strip() == "make demo"
+    (tmp_path / "shop.py").write_text(shop)
+    (tmp_path / "orders.py").write_text(orders)
+    (tmp_path / "test_shop.py").write_text(harness)
+    run([sys.executable, "test_shop.py"], tmp_path)
+
+    assert "keylane broker start  " in broker
+    started = json.loads(run(["keylane", "broker", "start", "--json"], tmp_path, **state))
+    try:
+        bootstrap = {"KEYLANE_BOOTSTRAP": started["bootstrap"]}
+        told = run(["bash", "-ec", work], tmp_path, **state, **bootstrap)
+        assert "caught up: 1,000 messages done" in told
+        # The claims beside the commands.
+        counted = run(["keylane", "broker", "status", "--json"], tmp_path, **state)
+        assert started["id"] in counted
+        check = (
+            "import os, sys; sys.path.insert(0, sys.argv[1]); from support import Log; "
+            "log = Log(os.environ['KEYLANE_BOOTSTRAP']); print(log.count('receipts'), log.count('shop.dlq'))"
+        )
+        assert run([sys.executable, "-c", check, str(ROOT / "tests")], tmp_path, **bootstrap).split()[:2] == ["990", "10"]
+        (tmp_path / "on_spark.py").write_text(
+            "from shop import app\n" + spark.replace("127.0.0.1:9092", started["bootstrap"]) + "spark.stop()\n"
+        )
+        run([sys.executable, "on_spark.py"], tmp_path)
+    finally:
+        run(["bash", "-ec", stop], tmp_path, **state)
+
+
+def test_the_harness_of_the_testing_page(tmp_path: Path) -> None:
+    (snippet,) = blocks("docs/testing.md", "python")
+    (tmp_path / "snippet.py").write_text(snippet)
+    run([sys.executable, "snippet.py"], tmp_path)
+
+
+@pytest.mark.timeout(150)
+def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "keylane", "demo", "--messages", "4000", "--keys", "800", "--rate", "1000", "--epoch", "3", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    facts = json.loads(told.stdout)
+    assert facts["sound"] is True
+    assert facts["ordering_violations"] == facts["lost"] == facts["duplicates"] == 0
+    assert facts["retries"] >= facts["failed_at_first"] > 300
+    assert facts["dead_letters"] == facts["dead_letters_expected"] > 0
+    assert facts["epochs"] >= 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo"], ["run"], ["broker"], ["broker", "start"], ["seed"]])
+def test_help_teaches(arguments: list[str], tmp_path: Path) -> None:
+    told = run(["keylane", *arguments, "--help"], tmp_path)
+    assert "Usage:" in told
+    assert len(told.splitlines()) > 8
