@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
+OUT = Path(__file__).parent / "results"
 WORKLOADS = ("drain", "chat", "stuck")
 _BUSY = 0.25
 """Load average per core above which the figures are somebody else's as well."""
@@ -70,10 +71,10 @@ def _measure(given: argparse.Namespace, say: Callable[[str], None]) -> tuple[Res
     machine = facts()
     if os.getloadavg()[0] > _BUSY * cores():
         say(f"the machine is busy (load average {os.getloadavg()[0]:.2f}): do not trust the figures")
-    lineup = assemble(wanted, Workshop(Path(given.build) if given.build else default_folder(), say))
+    lineup = assemble(wanted, Workshop(given.build or default_folder(), say))
     for name, why in lineup.left_out.items():
         say(f"left out: {name}: {why}")
-    folder = Path(given.out) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    folder = given.out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     say("starting Kafka …")
     with shown() as progress, Broker(progress=progress) as broker:
@@ -113,8 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=30.0, help="chat, stuck: length of a load (%(default)s)"
     )
     parser.add_argument("--fail", type=int, default=10, help="chat: percent that fail at first (%(default)s)")
-    parser.add_argument("--out", default="bench/results", help="folder for results and logs (%(default)s)")
-    parser.add_argument("--build", help="folder for what is built; this user's cache folder by default")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for results and logs (bench/results)")
+    parser.add_argument(
+        "--build", type=Path, help="folder for what is built; this user's cache folder by default"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.add_argument(
         "--update-docs", action="store_true", help="also put the tables into docs/benchmarks.md"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
+
+from platformdirs import user_cache_dir
 
 from keylane.errors import SettingsError
 
@@ -29,11 +33,12 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     from keylane.broker.java import find_java  # noqa: PLC0415
 
     find_java()
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
     if local:
         master = f"local[{local[1] or 1},{RETRIES}]"
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        os.environ.setdefault("PYSPARK_PYTHON", str(worker_python()))
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     quiet = Path(__file__).with_name("log4j2.properties")
     settings = {
         "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{quote(str(quiet))}",
@@ -49,3 +54,27 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         return builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise SettingsError(f"Spark could not be started on {master!r}: {error}") from error
+
+
+def worker_python() -> Path:
+    """This Python for workers on this machine, without Spark's zipped copies of PySpark on its path.
+
+    Spark puts them before the installed package, which is the same but for its compiled bytecode: every worker and
+    planner would compile a zip for three quarters of a second, half a dozen of them before the first message runs.
+    """
+    script = f"""#!/bin/sh
+# Made by Keylane: PySpark as it is installed, not as Spark's zip files hold it.
+zips='/python/lib/(pyspark|py4j-.*-src)\\.zip$'
+PYTHONPATH=$(printf '%s' "$PYTHONPATH" | tr ':' '\\n' | grep -vE "$zips" | paste -sd: -)
+export PYTHONPATH
+exec {shlex.quote(sys.executable)} "$@"
+"""
+    folder = Path(os.environ.get("KEYLANE_CACHE") or user_cache_dir("keylane"))
+    path = folder / f"python-{hashlib.sha256(script.encode()).hexdigest()[:12]}"
+    if not os.access(path, os.X_OK):
+        folder.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(script)
+        new.chmod(0o755)
+        new.replace(path)
+    return path
