@@ -102,7 +102,7 @@ def _run(ground: Field, one: Contestant, settings: Settings) -> Run:
     )
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
-            warm = ground.warm_up(job, process)
+            warm = ground.warm_up(job, process, load)
             time.sleep(_REST)
             began, cpu, broker = time.monotonic(), process.cpu_seconds(), ground.broker_cpu()
             result = ground.tool.load(job.topic, job.out, load, process.must_run)

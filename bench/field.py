@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PARTITIONS = 8
-_WARM = Load(rate=500, seconds=4, keys=1000, patience=120)
+_FIRST = Load(rate=500, seconds=4, keys=1000, patience=120)
+_SETTLE = 5.0
 _BASE = 10_000_000
 _numbers = itertools.count(1)
 
@@ -74,12 +75,21 @@ class Field:
         """The peer at its job, not started yet."""
         return Process(contestant.command(job), self.logs / f"{job.group}.log")
 
-    def warm_up(self, job: Job, process: Process) -> int:
-        """A first small load, until all of it is out: the peer runs. Returns how many messages it was."""
-        result = self.tool.load(job.topic, job.out, _WARM, process.must_run)
-        if result.order.problems:
-            raise BenchError(f"warm-up: {', '.join(result.order.problems)}")
-        return result.order.sent
+    def warm_up(self, job: Job, process: Process, load: Load) -> int:
+        """A small load until all of it is out: the peer runs. Then a few seconds of the real one, which do not count.
+
+        Returns how many messages it was. Raises BenchError when they did not all come out.
+        """
+        sent = 0
+        for warm in (
+            _FIRST,
+            replace(load, seconds=min(load.seconds, _SETTLE), base=next_base(), window=0, stuck=0),
+        ):
+            result = self.tool.load(job.topic, job.out, warm, process.must_run)
+            if result.order.problems:
+                raise BenchError(f"warm-up: {', '.join(result.order.problems)}; {process.last_words()}")
+            sent += result.order.sent
+        return sent
 
     def broker_cpu(self) -> float:
         """Seconds of processor time the broker has used; 0 where that cannot be seen."""

@@ -164,7 +164,8 @@ def _stuck(report: StuckReport) -> str:
     worse = f"Worse with a stuck key (median): {_changes(report)}; below 10% is kept: " + (
         "yes" if report.kept else "**NO**"
     )
-    return f"{title}\n\n{_table(head, rows)}\n\n{worse}. Results: {_verdict(report.problems)}."
+    foot = f"{worse}. Two loads of each kind a round. Results: {_verdict(report.problems)}."
+    return f"{title}\n\n{_table(head, rows)}\n\n{foot}"
 
 
 def _others(runs: list[StuckRun]) -> list[str]:

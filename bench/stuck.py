@@ -73,7 +73,7 @@ class Report:
 
 
 def measure(ground: Field, settings: Settings) -> Report:
-    """All rounds: one app each, with a free load and a held one, in turns first."""
+    """All rounds: one app each, with two free loads and two held ones."""
     report = Report(settings=settings)
     for one in ground.lineup.stuck():
         for number in range(ground.rounds):
@@ -90,8 +90,9 @@ def _round(ground: Field, one: Contestant, report: Report, number: int) -> None:
     job = replace(ground.job(one, "stuck"), stages=(settings.stage_ms,), stuck=True)
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
-            sent = ground.warm_up(job, process)
-            for held in (False, True) if number % 2 == 0 else (True, False):
+            sent = ground.warm_up(job, process, _load(settings, held=False))
+            first = number % 2 == 1
+            for held in (first, not first, not first, first):  # what drifts, drifts for both kinds alike
                 time.sleep(_REST)
                 result = ground.tool.load(job.topic, job.out, _load(settings, held=held), process.must_run)
                 run = _judge(result, report, number)

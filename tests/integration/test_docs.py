@@ -58,9 +58,14 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
             "import os, sys; sys.path.insert(0, sys.argv[1]); from support import Log; "
             "log = Log(os.environ['KEYLANE_BOOTSTRAP']); print(log.count('receipts'), log.count('shop.dlq'))"
         )
-        assert run([sys.executable, "-c", check, str(ROOT / "tests")], tmp_path, **bootstrap).split()[:2] == ["990", "10"]
+        assert run([sys.executable, "-c", check, str(ROOT / "tests")], tmp_path, **bootstrap).split()[:2] == [
+            "990",
+            "10",
+        ]
         (tmp_path / "on_spark.py").write_text(
-            "from shop import app\n" + spark.replace("127.0.0.1:9092", started["bootstrap"]) + "spark.stop()\n"
+            "from shop import app\n"
+            + spark.replace("127.0.0.1:9092", started["bootstrap"])
+            + "spark.stop()\n"
         )
         run([sys.executable, "on_spark.py"], tmp_path)
     finally:
@@ -76,7 +81,8 @@ def test_the_harness_of_the_testing_page(tmp_path: Path) -> None:
 @pytest.mark.timeout(150)
 def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     told = subprocess.run(
-        [sys.executable, "-m", "keylane", "demo", "--messages", "4000", "--keys", "800", "--rate", "1000", "--epoch", "3", "--json"],
+        [sys.executable, "-m", "keylane", "demo", "--json",
+         "--messages", "4000", "--keys", "800", "--rate", "1000", "--epoch", "3"],
         cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr

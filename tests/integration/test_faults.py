@@ -1,0 +1,111 @@
+"""Parts that die in the middle: nothing is lost, nothing is out of order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane import App, Message, Transient
+from keylane.broker import Broker
+from keylane.testing import HistoryWriter, check, check_results, read_history
+from support import Log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+KEYLANE = [sys.executable, "-m", "keylane"]
+
+
+def load(count: int) -> list[dict[str, Any]]:
+    return [
+        {"key": b"k%d" % (i * i % 499), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
+        for i in range(count)
+    ]
+
+
+def assert_whole(log: Log, name: str, sent: list[Any], history: Path, *, repeats: int) -> None:
+    check(read_history(history), sent=sent, allow_repeats=repeats).raise_if_bad()
+    pairs = [[(r.key, r.header("event-id")) for r in log.read(f"{name}.{end}")] for end in ("in", "out")]
+    check_results(*pairs, allow_duplicates=bool(repeats)).raise_if_bad()
+
+
+@pytest.mark.timeout(150)
+def test_a_broker_that_dies_and_comes_back_is_waited_for(
+    spark: SparkSession, name: str, tmp_path: Path
+) -> None:
+    with Broker() as broker:
+        log = Log(broker.bootstrap)
+        log.create(f"{name}.in", f"{name}.out")
+        app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(tmp_path / "history"))
+
+        @app.stage
+        async def work(msg: Message) -> bytes:
+            if msg.attempt == 1 and int(msg.value) % 10 == 3:
+                raise Transient("not yet")
+            return bytes(msg.value)
+
+        messages = load(30_000)
+        sent: list[Any] = []
+
+        def offer() -> None:
+            for at in range(0, len(messages), 500):
+                sent.extend(log.send(f"{name}.in", messages[at : at + 500]))
+
+        query = app.start(spark, bootstrap=broker.bootstrap, epoch=300)
+        offering = threading.Thread(target=offer)
+        offering.start()
+        while log.count(f"{name}.out") < 3_000:
+            time.sleep(0.05)
+        (node,) = broker.nodes
+        node.kill()
+        time.sleep(2)
+        node.start()
+        offering.join(60)
+        deadline = time.monotonic() + 60
+        while log.lag(name, f"{name}.in") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        query.stop()
+        assert query.exception() is None
+        assert len(sent) == 30_000
+        assert_whole(log, name, sent, tmp_path / "history", repeats=0)
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_driver_loses_nothing(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    sent = log.send(f"{name}.in", load(30_000))
+    history = tmp_path / "history"
+    (tmp_path / "shop.py").write_text(
+        "import asyncio\n"
+        "from keylane import App, Message\n"
+        "from keylane.testing import HistoryWriter\n"
+        f"app = App({name!r}, source='{name}.in', sink='{name}.out', observer=HistoryWriter({str(history)!r}))\n"
+        "@app.stage\n"
+        "async def work(msg: Message):\n"
+        "    await asyncio.sleep(0.02)\n"
+        "    return msg.value\n"
+    )
+    run = [*KEYLANE, "run", "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]"]
+    process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while log.count(f"{name}.out") < 5_000:
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    again = subprocess.run(
+        [*run, "--until-caught-up"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert log.lag(name, f"{name}.in") == 0
+    assert_whole(log, name, sent, history, repeats=1)
