@@ -133,7 +133,7 @@ def python_workers(of: int | None = None) -> list[int]:
     daemons = {
         p
         for p, c in commands.items()
-        if "pyspark.daemon" in c and "pyspark.daemon" not in commands.get(parents[p], "")
+        if c.endswith("pyspark.daemon pyspark.worker") and "pyspark.daemon" not in commands.get(parents[p], "")
     }
 
     def below(pid: int) -> bool:

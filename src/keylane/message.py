@@ -69,7 +69,8 @@ class Message:
     def headers(self) -> Headers:
         """Names and values in their order; a name may stand there more than once, a value may be None.
 
-        Raises UnicodeDecodeError when a header's *name* is not UTF-8: the client library cannot represent it.
+        Raises UnicodeDecodeError when a header's *name* is not UTF-8: the client library cannot represent it. Such a
+        message becomes a dead letter at the latest when its result is written.
         """
         headers = self._headers
         if headers is None:

@@ -167,6 +167,7 @@ class LaneTable(Generic[E]):
         head = lane.head
         while current is not None and current is not head and current.settled:
             done.append(current)
+            current.lane = None  # no cycle is left behind: the collector need not run for it
             current = current.next
         lane.first = current
         if current is None:

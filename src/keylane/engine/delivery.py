@@ -34,8 +34,14 @@ class Delivery(Message):
         "started",
     )
 
-    def __init__(self, record: Record, engine: Engine) -> None:
-        super().__init__(record)
+    def __init__(self, record: Record, engine: Engine) -> None:  # all in one: a second __init__ costs 0.2 us
+        self._record = record
+        self._headers = None
+        self.key = record.key()
+        self.value = record.value()
+        self.partition = record.partition()
+        self.offset = record.offset()
+        self.attempt = 1
         self.engine = engine
         self.next: Delivery | None = None
         self.lane: Lane[Delivery] | None = None

@@ -34,6 +34,9 @@ DEAD_LETTER_ROOM = 65_536
 
 
 _MOVING = (
+    ClientError.NOT_LEADER_FOR_PARTITION,
+    ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.UNKNOWN_TOPIC_OR_PART,  # of a topic that was listed: it is so new that not every broker knows it
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,
     ClientError.COORDINATOR_LOAD_IN_PROGRESS,
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Call again while the group's coordinator is being made, loaded or moved, for up to :data:`TIMEOUT` seconds."""
+    """Call again while a leader or coordinator is being made or moved, for up to :data:`TIMEOUT` seconds."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         try:
@@ -121,6 +124,9 @@ class Cluster:
                 self._admin.create_topics([new], request_timeout=TIMEOUT),
                 f"topic {topic!r} could not be created",
             )
+            deadline = time.monotonic() + TIMEOUT
+            while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
+                time.sleep(0.02)  # created is not yet known to everyone
         elif have < partitions:
             more = [NewPartitions(topic, partitions)]
             self._wait(
@@ -141,15 +147,17 @@ class Cluster:
         """The end (or the beginning) of each partition: the offset that the next message will get."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(topic, p): spec for p in partitions}
-        found = {}
-        for at, future in self._admin.list_offsets(asked, request_timeout=TIMEOUT).items():
-            try:
-                found[at.partition] = int(future.result().offset)
-            except KafkaException as error:
-                raise KafkaError(
-                    f"offsets of topic {topic!r} partition {at.partition} could not be read: {error.args[0].str()}"
-                ) from error
-        return found
+
+        def ask() -> dict[int, int]:
+            futures = self._admin.list_offsets(asked, request_timeout=TIMEOUT)
+            return {at.partition: int(future.result().offset) for at, future in futures.items()}
+
+        try:
+            return patiently(ask)
+        except KafkaException as error:
+            raise KafkaError(
+                f"offsets of topic {topic!r} could not be read: {error.args[0].str()}"
+            ) from error
 
     def committed(
         self, group: str, topic: str, partitions: Iterable[int]

@@ -31,19 +31,20 @@ MAX_BYTES = 256 * 1024 * 1024
 """Bytes of message values a task holds, about: large messages shrink its capacity."""
 _POLL = 0.1
 _FULL = 0.005
+_STUCK = 0.5
+"""Seconds for which the task is full before the partition that holds most is paused."""
 _GONE = 30.0
 """Seconds after which a topic that the broker does not know counts as deleted."""
 
 
 @dataclass(slots=True)
 class Share:
-    """One partition's part of the task's capacity. Written by the owner thread; ``done`` by the loop."""
+    """What the task holds of one partition. Written by the owner thread; ``done`` by the loop."""
 
-    limit: int
     handed: int = 0
     done: int = 0
-    mean_size: float = 0.0
-    paused: bool = False
+    paused_at: int = 0
+    """How many it held when it was paused; 0 while it is not."""
     ended: bool = False
 
     @property
@@ -64,10 +65,10 @@ class Batch:
 class Fetcher:
     """Fetches the task's partitions and hands batches to ``deliver``, which must be thread-safe and quick.
 
-    Every partition has an equal share of ``capacity``. A partition that has used up its share is paused, and resumed
-    when half of it is free again; so a partition that is stuck takes no room from the others. When the rest are on
-    average at half their shares the thread stops asking for more: that keeps what librdkafka has fetched ahead, which
-    a pause would throw away.
+    At half of ``capacity`` the task is full and the thread stops asking for more; that keeps what librdkafka has
+    fetched ahead, which a pause would throw away. When it stays full for half a second, the partition that holds most
+    is paused, so that a partition that is stuck does not stop the others: they share what room it leaves, and it is
+    resumed when half of what it held is done. Each pause takes at most half of the room that is left.
 
     ``until``: hand over nothing at or above these offsets; when every partition has come to it, ``ended`` is true.
     """
@@ -91,8 +92,10 @@ class Fetcher:
         self._fail = fail
         self._until = dict(until) if until is not None else None
         self._crowded = crowded
-        share = max(1, capacity // max(1, len(starts)))
-        self.shares = {p: Share(limit=share) for p in starts}
+        self._capacity = capacity
+        self._mean_size = 0.0
+        self._full_since = 0.0
+        self.shares = {p: Share() for p in starts}
         self._orders: SimpleQueue[tuple[list[TopicPartition], Future[None]]] = SimpleQueue()
         self._fetching = threading.Event()
         self._fetching.set()
@@ -124,7 +127,7 @@ class Fetcher:
     @property
     def paused(self) -> list[int]:
         """Partitions that are paused now."""
-        return [p for p, share in self.shares.items() if share.paused]
+        return [p for p, share in self.shares.items() if share.paused_at]
 
     def _main(self) -> None:
         try:
@@ -157,9 +160,8 @@ class Fetcher:
     def _hand_over(self, messages: list[Any]) -> None:
         records: list[Any] = []
         ends: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        sizes: dict[int, int] = {}
-        until = self._until
+        reached: dict[int, int] = {}
+        shares, until = self.shares, self._until
         for message in messages:
             error = message.error()
             partition = message.partition()
@@ -169,26 +171,20 @@ class Fetcher:
                 else:
                     self._problem(error)
                 continue
-            if until is not None and message.offset() >= until[partition]:
-                ends[partition] = until[partition]
-                continue
+            if until is not None:
+                offset = message.offset()
+                reached[partition] = offset + 1
+                if offset >= until[partition]:
+                    ends[partition] = until[partition]
+                    continue
+            shares[partition].handed += 1
             records.append(message)
-            counts[partition] = counts.get(partition, 0) + 1
-            sizes[partition] = sizes.get(partition, 0) + len(message)
-        for partition, count in counts.items():
-            share = self.shares[partition]
-            share.handed += count
-            size = sizes[partition] / count
-            share.mean_size = size if not share.mean_size else 0.8 * share.mean_size + 0.2 * size
+        if records:
+            size = sum(map(len, records)) / len(records)
+            self._mean_size = 0.9 * self._mean_size + 0.1 * size if self._mean_size else size
         self._deliver(Batch(records=records, ends=ends))
-        if until is not None:
-            for partition, offset in ends.items():
-                self._check_end(partition, offset)
-            if records:
-                for partition in counts:
-                    self._check_end(
-                        partition, max(r.offset() for r in records if r.partition() == partition) + 1
-                    )
+        for partition, offset in (*reached.items(), *ends.items()):
+            self._check_end(partition, offset)
 
     def _check_end(self, partition: int, reached: int) -> None:
         if self._until is None or reached < self._until[partition]:
@@ -205,29 +201,36 @@ class Fetcher:
 
     def _room(self) -> bool:
         """Pause and resume single partitions; whether to fetch now."""
-        held = limits = 0
+        room, held, most, open_ = self._capacity, 0, None, 0
+        if self._mean_size * room > MAX_BYTES:
+            room = max(2, int(MAX_BYTES / self._mean_size))
         for partition, share in self.shares.items():
-            if share.ended:
-                continue
-            limit = share.limit
-            if share.mean_size * limit * len(self.shares) > MAX_BYTES:
-                limit = max(1, int(MAX_BYTES / len(self.shares) / share.mean_size))
             now = share.held
-            if share.paused:
-                if now <= limit // 2:
-                    self._consumer.resume([TopicPartition(self._topic, partition)])
-                    share.paused = False
-            elif now >= limit:
-                self._consumer.pause([TopicPartition(self._topic, partition)])
-                share.paused = True
-                log.info("partition %d paused: it holds %d messages", partition, now)
-            if not share.paused:
-                held += now
-                limits += limit
-        if self._crowded():
-            return False
-        # All paused: poll all the same, for the client's events; it hands out nothing.
-        return limits == 0 or held * 2 <= limits
+            if share.paused_at:
+                if now * 2 > share.paused_at:
+                    room -= now
+                    continue
+                share.paused_at = 0
+                self._consumer.resume([TopicPartition(self._topic, partition)])
+            if share.ended:
+                room -= now
+                continue
+            held += now
+            open_ += 1
+            if most is None or now > self.shares[most].held:
+                most = partition
+        if held * 2 <= room and not self._crowded():
+            self._full_since = 0.0
+            return True
+        if not self._full_since:
+            self._full_since = time.monotonic()
+        elif open_ > 1 and most is not None and time.monotonic() - self._full_since > _STUCK:
+            share = self.shares[most]
+            share.paused_at = share.held
+            self._consumer.pause([TopicPartition(self._topic, most)])
+            self._full_since = 0.0
+            log.info("partition %d paused: it holds %d messages", most, share.paused_at)
+        return False
 
     def _carry_out(self) -> None:
         while True:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from keylane.engine.engine import DeadLetter
     from keylane.message import Headers
 
+ANY_PARTITION = -1
 RECORD_OVERHEAD = 128
 """Bytes a record takes in its batch besides key, value and headers, rounded up."""
 
@@ -38,8 +39,13 @@ class KafkaOutput:
         self._limit = limit - RECORD_OVERHEAD
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Raises :class:`Poison` when the value is larger than the sink takes or the headers cannot be read."""
-        headers = _carried(delivery)
+        """Raises :class:`Poison` when the value is larger than the sink takes."""
+        headers = delivery.headers
+        for name, _ in headers:
+            if name == EVENT_ID:
+                break
+        else:
+            headers = [*headers, (EVENT_ID, delivery.position.encode())]
         if len(value) > self._limit - 1024 and self._size(delivery, value, headers) > self._limit:
             raise Poison(
                 f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
@@ -70,11 +76,18 @@ class KafkaOutput:
         self._send(self._app.dlq, delivery.original, delivery, headers + context)
 
     def _send(self, topic: str, value: bytes | None, delivery: Delivery, headers: Headers) -> None:
-        timestamp = delivery.timestamp or 0
         while True:
             try:
+                # By place (…, partition, callback, on_delivery, timestamp, headers): names cost 0.3 us a message.
                 self._produce(
-                    topic, value, delivery.key, on_delivery=delivery, timestamp=timestamp, headers=headers
+                    topic,
+                    value,
+                    delivery.key,
+                    ANY_PARTITION,
+                    delivery,
+                    None,
+                    delivery.timestamp or 0,
+                    headers,
                 )
             except (
                 BufferError
@@ -107,15 +120,3 @@ class KafkaOutput:
     def _size(delivery: Delivery, value: bytes, headers: Headers) -> int:
         carried = sum(len(name) + len(content or b"") + 8 for name, content in headers)
         return len(value) + len(delivery.key or b"") + carried
-
-
-def _carried(delivery: Delivery) -> Headers:
-    """The message's headers, with an event id when it has none."""
-    try:
-        headers = delivery.headers
-    except UnicodeDecodeError as error:
-        raise Poison(f"a header's name is not UTF-8: {error}") from error
-    for name, _ in headers:
-        if name == EVENT_ID:
-            return headers
-    return [*headers, (EVENT_ID, delivery.position.encode())]

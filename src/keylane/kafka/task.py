@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -40,6 +41,9 @@ log = logging.getLogger("keylane.task")
 _PUMP_BUSY = 0.005
 _PUMP_IDLE = 0.05
 _CONTROL = 0.1
+_COLLECT_EVERY = 10.0
+_COLLECT_BELOW = 5_000
+_COLLECT_AT_LEAST = 60.0
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -113,6 +117,8 @@ class Task:
     async def _run(self) -> None:
         app, plan = self._app, self._plan
         loop = asyncio.get_running_loop()
+        gc.freeze()
+        gc.disable()  # see _collect_garbage
         began = loop.time()
         deadline = began + plan.seconds
         async with open_pipeline(app) as steps:
@@ -145,6 +151,7 @@ class Task:
             background = [
                 loop.create_task(self._pump(engine, output)),
                 loop.create_task(self._commit_now_and_then(fetcher, output)),
+                loop.create_task(self._collect_garbage(engine)),
             ]
             try:
                 await self._until_over(engine, fetcher, state, deadline)
@@ -274,6 +281,20 @@ class Task:
                 handed_out = time.monotonic()
                 self._hand_out()
             await asyncio.sleep(_PUMP_BUSY if engine.held else _PUMP_IDLE)
+
+    @staticmethod
+    async def _collect_garbage(engine: Engine) -> None:
+        """Collect cycles that stages left behind, when little is held or it has been long.
+
+        The engine itself leaves none. Python's collector, which runs by the number of new objects, would walk over
+        every message held again and again: it took 40% of the throughput.
+        """
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_COLLECT_EVERY)
+            if engine.held < _COLLECT_BELOW or time.monotonic() - last > _COLLECT_AT_LEAST:
+                gc.collect()
+                last = time.monotonic()
 
     async def _until_over(self, engine: Engine, fetcher: Fetcher, state: State, deadline: float) -> None:
         """Return when the epoch is over, the run was told to stop, or everything there was is done."""

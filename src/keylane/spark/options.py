@@ -42,7 +42,8 @@ class Options:
                            JSON as for Spark's Kafka source: ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest)
     ``epoch``              seconds until an epoch ends, drains and is planned anew; 300
     ``tasks``              at most so many tasks; as many as Spark has slots
-    ``outcomes``           which outcome rows the query gets: ``"all"``, ``"failed"`` (retried or dead) or ``"none"``
+    ``outcomes``           which outcome rows the query gets: ``"all"``, ``"failed"`` (retried or dead) or ``"none"``;
+                           all, but only failed ones when the sink is ``noop`` and nobody reads them
     ``checkpointLocation`` Spark's checkpoint; a temporary one when not given
     ``queryName``          the query's name in Spark; the app's name
     ``availableNow``       process what is there now and end
@@ -87,7 +88,11 @@ class Options:
             tasks=None
             if given.get("tasks") in (None, "auto")
             else int(_number("tasks", given["tasks"], whole=True)),
-            outcomes=_choice("outcomes", given.get("outcomes", "all"), ("all", "failed", "none")),
+            outcomes=_choice(
+                "outcomes",
+                given.get("outcomes", "failed" if given.get("format", "noop") == "noop" else "all"),
+                ("all", "failed", "none"),
+            ),
             checkpoint=given.get("checkpointLocation"),
             name=given.get("queryName"),
             available_now=_yes("availableNow", given.get("availableNow", False)),

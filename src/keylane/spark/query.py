@@ -83,7 +83,7 @@ def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **g
     for name in ("checkpointLocation", "queryName", "availableNow", "format", "path"):
         if name in given:
             raise SettingsError(f"option {name!r} belongs to the writeStream that you start yourself")
-    return _read(spark, _plan(app, spark, parcel, given)[1])
+    return _read(spark, _plan(app, spark, parcel, {"outcomes": "all", **given})[1])
 
 
 def _plan(
