@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
@@ -40,6 +40,7 @@ class Log:
         self.bootstrap = bootstrap
         self.settings = KafkaSettings(bootstrap)
         self.cluster = Cluster(self.settings)
+        self._producer: Producer | None = None
 
     def create(self, *topics: str, partitions: int = 4, **config: str) -> None:
         for topic in topics:
@@ -47,17 +48,19 @@ class Log:
 
     def send(self, topic: str, messages: Iterable[dict[str, Any]]) -> list[Sent]:
         """Produce in order; returns where each message went, in the order of the messages."""
-        producer = Producer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "enable.idempotence": True,
-                "linger.ms": 20,
-                "compression.type": "lz4",
-                "partitioner": "murmur2_random",
-                "queue.buffering.max.messages": 1_000_000,
-                "message.max.bytes": 4_000_000,
-            }
-        )
+        if self._producer is None:  # kept: a new idempotent one takes half a second to be ready
+            self._producer = Producer(
+                {
+                    "bootstrap.servers": self.bootstrap,
+                    "enable.idempotence": True,
+                    "linger.ms": 20,
+                    "compression.type": "lz4",
+                    "partitioner": "murmur2_random",
+                    "queue.buffering.max.messages": 1_000_000,
+                    "message.max.bytes": 4_000_000,
+                }
+            )
+        producer = self._producer
         went: list[Sent] = []
 
         def delivered(error: Any, message: Any) -> None:
@@ -89,10 +92,13 @@ class Log:
             for partition in partitions:
                 if not ends[partition]:
                     continue
-                consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING)])
+                consumer.assign([TopicPartition(topic, partition, 0)])
                 open_ = True
                 while open_:
-                    for message in consumer.consume(5000, 5):
+                    # consume(n, timeout) would wait for n messages; the first one is waited for alone.
+                    first = consumer.poll(10)
+                    assert first is not None, f"{topic}/{partition} gives no answer"
+                    for message in [first, *consumer.consume(5000, 0)]:
                         if (error := message.error()) is not None:
                             assert error.name() == "_PARTITION_EOF", error
                             open_ = False
@@ -133,7 +139,8 @@ def python_workers(of: int | None = None) -> list[int]:
     daemons = {
         p
         for p, c in commands.items()
-        if c.endswith("pyspark.daemon pyspark.worker") and "pyspark.daemon" not in commands.get(parents[p], "")
+        if c.endswith("pyspark.daemon pyspark.worker")
+        and "pyspark.daemon" not in commands.get(parents[p], "")
     }
 
     def below(pid: int) -> bool:

@@ -34,8 +34,9 @@ def test_what_is_not_given_has_a_default() -> None:
         "earliest",
         300.0,
         None,
-        "all",
+        "failed",
     )
+    assert parse(format="parquet").outcomes == "all", "rows are made when somebody reads them"
     assert (options.checkpoint, options.name, options.available_now) == (None, None, False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +12,27 @@ from confluent_kafka.admin import AdminClient
 
 from keylane.errors import SettingsError
 
-log = logging.getLogger("keylane.kafka")
+
+class _Seldom(logging.Filter):
+    """Lets a client's complaint through once in ten seconds for each kind: it repeats itself many times a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it may be said now."""
+        kind = str(record.args[0] if isinstance(record.args, tuple) and record.args else record.msg)
+        now = time.monotonic()
+        if now - self._said.get(kind, -_SILENCE) < _SILENCE:
+            return False
+        self._said[kind] = now
+        return True
+
+
+_SILENCE = 10.0
+_client_log = logging.getLogger("keylane.kafka.client")
+_client_log.addFilter(_Seldom())
 
 C = TypeVar("C", Consumer, Producer, AdminClient)
 
@@ -96,7 +117,7 @@ class KafkaSettings:
     def _make(self, kind: type[C], base: dict[str, Any], more: dict[str, Any]) -> C:
         conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **dict(self.extra), **more}
         try:
-            return kind(conf, logger=log)
+            return kind(conf, logger=_client_log)
         except KafkaException as error:
             raise SettingsError(
                 f"the Kafka client refused its settings: {error.args[0].str()}. "
