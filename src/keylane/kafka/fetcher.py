@@ -43,6 +43,8 @@ class Share:
 
     handed: int = 0
     done: int = 0
+    next: int = 0
+    """Where reading goes on."""
     paused_at: int = 0
     """How many it held when it was paused; 0 while it is not."""
     ended: bool = False
@@ -95,7 +97,7 @@ class Fetcher:
         self._capacity = capacity
         self._mean_size = 0.0
         self._full_since = 0.0
-        self.shares = {p: Share() for p in starts}
+        self.shares = {p: Share(next=offset) for p, offset in starts.items()}
         self._orders: SimpleQueue[tuple[list[TopicPartition], Future[None]]] = SimpleQueue()
         self._fetching = threading.Event()
         self._fetching.set()
@@ -160,31 +162,34 @@ class Fetcher:
     def _hand_over(self, messages: list[Any]) -> None:
         records: list[Any] = []
         ends: dict[int, int] = {}
-        reached: dict[int, int] = {}
         shares, until = self.shares, self._until
         for message in messages:
             error = message.error()
             partition = message.partition()
             if error is not None:
                 if error.code() == ClientError._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
-                    ends[partition] = message.offset()
+                    # It comes after every message that was the last one, and says something new only behind a hole.
+                    if message.offset() > shares[partition].next:
+                        ends[partition] = shares[partition].next = message.offset()
                 else:
                     self._problem(error)
                 continue
-            if until is not None:
-                offset = message.offset()
-                reached[partition] = offset + 1
-                if offset >= until[partition]:
-                    ends[partition] = until[partition]
-                    continue
-            shares[partition].handed += 1
+            offset = message.offset()
+            share = shares[partition]
+            share.next = offset + 1
+            if until is not None and offset >= until[partition]:
+                ends[partition] = until[partition]
+                continue
+            share.handed += 1
             records.append(message)
         if records:
             size = sum(map(len, records)) / len(records)
             self._mean_size = 0.9 * self._mean_size + 0.1 * size if self._mean_size else size
-        self._deliver(Batch(records=records, ends=ends))
-        for partition, offset in (*reached.items(), *ends.items()):
-            self._check_end(partition, offset)
+        if records or ends:
+            self._deliver(Batch(records=records, ends=ends))
+        if until is not None:
+            for partition, share in shares.items():
+                self._check_end(partition, share.next)
 
     def _check_end(self, partition: int, reached: int) -> None:
         if self._until is None or reached < self._until[partition]:
