@@ -26,6 +26,8 @@ class Settings:
     keys: int = 2_000
     stages: tuple[int, ...] = (5, 20, 65, 10)
     fail: int = 10
+    rotate: bool = False
+    """Keys take turns: no message has to wait for another of its key, unless that one is retried for a whole turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,12 @@ def measure(ground: Field, settings: Settings) -> Report:
 def _run(ground: Field, one: Contestant, settings: Settings) -> Run:
     job = replace(ground.job(one, "chat"), stages=settings.stages, fail=settings.fail)
     load = Load(
-        rate=settings.rate, seconds=settings.seconds, keys=settings.keys, fail=settings.fail, base=next_base()
+        rate=settings.rate,
+        seconds=settings.seconds,
+        keys=settings.keys,
+        fail=settings.fail,
+        rotate=settings.rotate,
+        base=next_base(),
     )
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:

@@ -92,7 +92,9 @@ def _measure(given: argparse.Namespace, say: Callable[[str], None]) -> tuple[Res
         if "drain" in parts:
             results = replace(results, drain=drain.measure(ground, drain.Settings(n=given.n)))
         if "chat" in parts:
-            settings = chat.Settings(rate=given.rate, seconds=given.seconds, fail=given.fail)
+            settings = chat.Settings(
+                rate=given.rate, seconds=given.seconds, fail=given.fail, rotate=given.rotate
+            )
             results = replace(results, chat=chat.measure(ground, settings))
         if "stuck" in parts:
             results = replace(
@@ -112,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="chat, stuck: length of a load (%(default)s)"
+    )
+    parser.add_argument(
+        "--rotate", action="store_true", help="chat: keys take turns, so that none waits behind its own"
     )
     parser.add_argument("--fail", type=int, default=10, help="chat: percent that fail at first (%(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for results and logs (bench/results)")

@@ -146,7 +146,7 @@ def _chat(report: ChatReport) -> str:
     stages = " + ".join(map(str, settings.stages))
     title = (
         f"### Chat: stages of {stages} ms, {settings.keys:,} keys, {settings.rate:,.0f}/s for {settings.seconds:g} s, "
-        f"{settings.fail}% fail at first"
+        f"{settings.fail}% fail at first{', keys in turns' if settings.rotate else ''}"
     )
     return f"{title}\n\n{_table(head, rows)}"
 

@@ -93,6 +93,8 @@ class Load:
     seconds: float
     keys: int
     fail: int = 0
+    rotate: bool = False
+    """Keys take turns instead of being drawn."""
     window: float = 0.0
     stuck: float = 0.0
     base: int = 0
@@ -144,6 +146,7 @@ class Tool:
             base=load.base,
             drain=f"{load.patience:g}s",
             fail=load.fail,
+            rotate=int(load.rotate),
             window=f"{load.window:g}s",
             stuck=load.stuck,
         )

@@ -26,6 +26,7 @@ var (
 	n       = flag.Int("n", 0, "messages")
 	keys    = flag.Int("keys", 1000, "distinct keys")
 	rate    = flag.Float64("rate", 5000, "messages per second offered")
+	rotate  = flag.Int("rotate", 0, "1: keys take turns instead of being drawn")
 	dur     = flag.Duration("dur", 20*time.Second, "how long to offer load")
 	drain   = flag.Duration("drain", 15*time.Second, "longest wait for outputs after the load ends")
 	group   = flag.String("group", "", "consumer group to inspect")
@@ -54,6 +55,9 @@ type source struct{ seq []int }
 
 func (s *source) record(topic string, i int, due time.Time) *kgo.Record {
 	k := int(mix(uint64(i)) % uint64(len(s.seq)))
+	if *rotate != 0 {
+		k = (i - *base) % len(s.seq)
+	}
 	r := record(topic, fmt.Appendf(nil, "s%d-%d", *base, k), s.seq[k], i, due)
 	s.seq[k]++
 	return r
