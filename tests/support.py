@@ -130,7 +130,9 @@ class Log:
 
 def python_workers(of: int | None = None) -> list[int]:
     """Processes of Spark's Python workers below this process: those that run tasks, not their daemon or the planner."""
-    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout
     parents: dict[int, int] = {}
     commands: dict[int, str] = {}
     for line in listed.splitlines()[1:]:
