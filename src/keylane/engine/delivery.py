@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Delivery(Message):
     """A message with what the engine knows about it. The lane table writes ``next``, ``lane`` and ``settled``.
 
-    One object serves as the message, the lane's queue entry and the producer's delivery callback: each object less per
-    message is worth about 3% of the throughput of an app that does nothing.
+    One object serves as the message, the lane's queue entry and the producer's delivery callback, to make one object per
+    message instead of three.
     """
 
     __slots__ = (
@@ -34,7 +34,7 @@ class Delivery(Message):
         "started",
     )
 
-    def __init__(self, record: Record, engine: Engine) -> None:  # all in one: a second __init__ costs 0.2 us
+    def __init__(self, record: Record, engine: Engine) -> None:  # all in one: the hot path
         self._record = record
         self._headers = None
         self.key = record.key()

@@ -226,7 +226,7 @@ class Engine:
             self.fail(error)
 
     async def _run(self) -> None:
-        # The hot path. Kept in one function: every call per message saved here is worth 1 to 2% (bench/).
+        # The hot path. Kept in one function, to save calls per message.
         table, steps, wall, observer = self._table, self._steps, self._wall, self._observer
         decode, result_of = self._decode, self._output.result if self._has_sink else None
         last = len(steps)

@@ -287,7 +287,7 @@ class Task:
         """Collect cycles that stages left behind, when little is held or it has been long.
 
         The engine itself leaves none. Python's collector, which runs by the number of new objects, would walk over
-        every message held again and again: it took 40% of the throughput.
+        every message held again and again: without it a drain ran 1.6 times as fast (two runs each).
         """
         last = time.monotonic()
         while True:
