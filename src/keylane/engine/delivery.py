@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Delivery(Message):
     """A message with what the engine knows about it. The lane table writes ``next``, ``lane`` and ``settled``.
 
-    One object serves as the message, the lane's queue entry and the producer's delivery callback, to make one object per
-    message instead of three.
+    One object serves as the message, the lane's queue entry and the producer's delivery callback, to make one object
+    per message instead of three.
     """
 
     __slots__ = (
