@@ -72,6 +72,14 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
         run(["bash", "-ec", stop], tmp_path, **state)
 
 
+def test_every_test_that_the_guarantees_name_is_there() -> None:
+    named = re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", (ROOT / "docs/guarantees.md").read_text())
+    assert len(named) > 10
+    files = {path.name: path.read_text() for path in (ROOT / "tests").glob("*/test_*.py")}
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}" not in files.get(file, "")]
+    assert not missing
+
+
 def test_the_harness_of_the_testing_page(tmp_path: Path) -> None:
     (snippet,) = blocks("docs/testing.md", "python")
     (tmp_path / "snippet.py").write_text(snippet)

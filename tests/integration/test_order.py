@@ -117,7 +117,8 @@ def test_a_killed_worker_loses_nothing_and_repeats_only_since_the_last_commit(
     assert killed == 1
     assert query.exception() is None
 
-    judge(sent, allow_repeats=1)
+    verdict = judge(sent, allow_repeats=1)
+    assert verdict.counts.owners >= 3, "nobody took over: the kill did not hit a worker that ran a task"
     outcome = check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out")), allow_duplicates=True)
     outcome.raise_if_bad()
     # What runs again had ended after the last commit: the interval, and what a commit and its acknowledgements take.
