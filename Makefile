@@ -24,6 +24,7 @@ bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
 
 soak: dev-env ## the long tests, many seeds (SEEDS=20)
+	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit
 	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=86400
 
 lock: ## pin the newest allowed versions of everything (needs uv)
