@@ -1,9 +1,10 @@
 # `make test` and `make demo` each work alone on a fresh clone; all they need is Python 3.11+ and Java 17+.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak lock clean distclean run-env dev-env
+.PHONY: help demo test lint bench soak replay lock clean distclean run-env dev-env
 
-SEEDS ?= 20
+SEEDS ?= 1000
+SEED ?= 0
 BIN := .venv/bin
 
 help: ## what can be made
@@ -23,9 +24,13 @@ lint: dev-env ## ruff and mypy
 bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
 
-soak: dev-env ## the long tests, many seeds (SEEDS=20)
-	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit
-	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=86400
+soak: dev-env ## the long campaigns: random cases, many seeds (SEEDS=1000)
+	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py
+	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/unit/test_schedules.py --session-timeout=86400
+	$(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=86400
+
+replay: dev-env ## one seed of the random schedules, with its timeline (SEED=7)
+	KEYLANE_SEED=$(SEED) $(BIN)/python -m pytest tests/unit/test_schedules.py -vv --log-cli-level=INFO
 
 lock: ## pin the newest allowed versions of everything (needs uv)
 	@for name in requirements-build requirements requirements-dev; do \

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PARTITIONS = 8
 _FIRST = Load(rate=500, seconds=4, keys=1000, patience=120)
-_SETTLE = 5.0
+_SETTLE = 20.0
 _BASE = 10_000_000
 _numbers = itertools.count(1)
 
@@ -76,7 +76,9 @@ class Field:
         return Process(contestant.command(job), self.logs / f"{job.group}.log")
 
     def warm_up(self, job: Job, process: Process, load: Load) -> int:
-        """A small load until all of it is out: the peer runs. Then a few seconds of the real one, which do not count.
+        """A small load until all of it is out: the peer runs. Then 20 seconds of the real one, which do not count.
+
+        Peers on a JVM compile themselves for that long on two cores; all peers get the same.
 
         Returns how many messages it was. Raises BenchError when they did not all come out.
         """

@@ -1,6 +1,7 @@
 """Keylane as a peer: an app on given topics, told and read like the others.
 
 ``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]``
+and ``kafka.*`` options.
 
 Prints "P <unix time> <done>" lines; done is what lies acknowledged in the output topic. Ends after ``n``, or on
 SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
@@ -95,7 +96,8 @@ def main() -> None:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):  # after Spark has put its own handlers in place
                 signal.signal(number, lambda got, _frame: asked.append(got))
-            query = make_app(opt).start(spark, bootstrap=opt["brokers"], checkpointLocation=folder)
+            client = {name: value for name, value in opt.items() if name.startswith("kafka.")}
+            query = make_app(opt).start(spark, bootstrap=opt["brokers"], checkpointLocation=folder, **client)
             while query.isActive and not asked and os.getppid() == parent:
                 if report() >= n > 0:
                     break

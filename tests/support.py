@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
 
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
 from keylane.testing import Sent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,25 @@ class Log:
     def create(self, *topics: str, partitions: int = 4, **config: str) -> None:
         for topic in topics:
             self.cluster.ensure(topic, partitions, {k.replace("_", "."): v for k, v in config.items()})
+
+    def delete(self, topic: str) -> None:
+        """Take a topic away, and wait until it is gone."""
+        for future in self.cluster._admin.delete_topics([topic]).values():
+            future.result(10)
+        wait_until(lambda: topic not in self.cluster.topics(), 10, f"topic {topic} is gone")
+
+    def alter(self, topic: str, **config: str) -> None:
+        """Change settings of a topic that exists, and wait until they are in force."""
+        changes = {k.replace("_", "."): v for k, v in config.items()}
+        entries = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in changes.items()
+        ]
+        resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
+        for future in self.cluster._admin.incremental_alter_configs([resource]).values():
+            future.result(10)
+        for name, value in changes.items():
+            wait_until(lambda n=name, v=value: self.cluster.setting(topic, n) == v, 10, f"{name}={value}")  # type: ignore[misc]
 
     def send(self, topic: str, messages: Iterable[dict[str, Any]]) -> list[Sent]:
         """Produce in order; returns where each message went, in the order of the messages."""
@@ -82,6 +108,7 @@ class Log:
             {
                 "bootstrap.servers": self.bootstrap,
                 "group.id": "reader",
+                "fetch.wait.max.ms": 20,  # it asks for more than there is at the end of every partition
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "earliest",
@@ -126,6 +153,19 @@ class Log:
         ends = self.cluster.ends(topic, partitions)
         committed = self.cluster.committed(app, topic, partitions)
         return sum(end - committed.get(p, (0, None))[0] for p, end in ends.items())
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Ask again and again until it is so. Fails after so many seconds, and says what was waited for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"
+        time.sleep(0.05)
+
+
+def ids(rows: Iterable[Row]) -> list[tuple[bytes | None, bytes | None]]:
+    """Keys and event ids, for :func:`keylane.testing.check_results`."""
+    return [(row.key, row.header("event-id")) for row in rows]
 
 
 def python_workers(of: int | None = None) -> list[int]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from keylane.app import App
+from keylane.core.breaker import Breaker, CircuitState
+from keylane.core.flood import FloodGuard
+from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
-from keylane.errors import KafkaError, KeylaneError, Poison, ResourceError, SettingsError, Transient
+from keylane.errors import (
+    FloodError,
+    KafkaError,
+    KeylaneError,
+    Poison,
+    ResourceError,
+    SettingsError,
+    Transient,
+)
 from keylane.message import Message
 
 __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "Breaker",
+    "CircuitState",
+    "DeadLetter",
+    "FloodError",
+    "FloodGuard",
     "KafkaError",
     "KeylaneError",
     "Message",

@@ -8,14 +8,18 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
+from keylane.core.breaker import Breaker
+from keylane.core.flood import FloodGuard
 from keylane.core.retry import Retry
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from keylane.core.classify import Rule
     from keylane.message import Message
     from keylane.spark.query import LaneQuery
 
@@ -23,6 +27,8 @@ StageFunction = Callable[..., Any]
 ResourceFunction = Callable[..., AsyncIterator[Any] | Iterator[Any] | Awaitable[Any] | Any]
 Decode = Callable[[bytes], Any]
 F = TypeVar("F", bound=Callable[..., Any])
+OnFailure = Literal["skip", "block", "block_and_dlq", "park"]
+Order = Literal["key", "partition", "global", "none"]
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -37,7 +43,7 @@ class Observer(Protocol):
         """An attempt begins; it is the message's ``attempt``-th, over all stages."""
 
     def ended(self, message: Message, attempt: int, outcome: str) -> None:
-        """It is over: ``ok``, ``dead``, or ``retry`` when there will be another."""
+        """It is over: ``ok``, ``dead``, ``retry`` when there will be another, ``held`` when it got nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,8 @@ class Stage:
     retry: Retry | None
     timeout: float | None
     limit: int | None
+    breaker: Breaker | None
+    classify: Rule | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,14 @@ class App:
     ``decode`` turns a value's bytes into what the first stage gets as ``msg.value``: a function, ``"json"`` or
     ``"text"``. A value it refuses is poison. A null value is not decoded.
 
+    ``on_failure`` is what happens to a message that fails for good, and to its lane: ``"skip"`` makes it a dead letter
+    and goes on, ``"block"`` stops the lane until an operator acts, ``"block_and_dlq"`` does so and archives a copy,
+    ``"park"`` sends it and everything that follows it in its lane to the dead letters, to be redriven in order.
+    ``retry`` says when that is; ``classify`` is asked first what kind of failure an exception is. ``flood`` stops
+    the app when most messages fail for good: an outage or a bug, not a few bad messages (None: never).
+    ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
+    does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
+
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
     (seconds), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
@@ -84,7 +100,13 @@ class App:
         *,
         source: str,
         sink: str | None = None,
+        order: Order = "key",
+        on_failure: OnFailure = "skip",
         retry: Retry | None = None,
+        classify: Rule | None = None,
+        flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
+        version: str | None = None,
+        spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
         capacity: int = 65_536,
         commit_interval: float = 1.0,
@@ -118,7 +140,21 @@ class App:
             raise SettingsError(
                 f"App {name!r}: observer={observer!r} needs the methods 'started' and 'ended'"
             )
+        self.order = _order(name, order, on_failure)
+        self.on_failure = on_failure
         self.retry = _retry(f"App {name!r}", retry) or Retry()
+        self.classify = _rule(f"App {name!r}", classify)
+        if flood is not None and not isinstance(flood, FloodGuard):
+            raise SettingsError(
+                f"App {name!r}: flood={flood!r} is no FloodGuard; write flood=FloodGuard(…), or None"
+            )
+        self.flood = flood
+        if version is not None and not isinstance(version, str):
+            raise SettingsError(f"App {name!r}: version={version!r} is no text")
+        self.version = version
+        if spool is not None and not isinstance(spool, str | Path):
+            raise SettingsError(f"App {name!r}: spool={spool!r} is no folder")
+        self.spool = None if spool is None else Path(spool)
         self.decode = decode
         self.capacity = _at_least("capacity", capacity, 1)
         self.commit_interval = _more_than_zero("commit_interval", commit_interval)
@@ -126,6 +162,7 @@ class App:
         self.observer = observer
         self.stages: list[Stage] = []
         self.resources: dict[str, Resource] = {}
+        self.hooks: dict[str, list[Callable[..., Any]]] = {}
 
     @property
     def dlq(self) -> str:
@@ -141,7 +178,14 @@ class App:
     def stage(self, function: F, /) -> F: ...
     @overload
     def stage(
-        self, /, *, retry: Retry | None = None, timeout: float | None = None, limit: int | None = None
+        self,
+        /,
+        *,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
     ) -> Callable[[F], F]: ...
     def stage(
         self,
@@ -149,8 +193,10 @@ class App:
         /,
         *,
         retry: Retry | None = None,
+        breaker: Breaker | None = None,
         timeout: float | None = None,
         limit: int | None = None,
+        classify: Rule | None = None,
     ) -> F | Callable[[F], F]:
         """Declare a stage. Stages run in the order they are declared, inside the lane.
 
@@ -158,6 +204,9 @@ class App:
         block; ``limit`` is the size of that pool (256 if not given). ``limit`` is how many of this stage run at once
         in a task. ``timeout`` ends an attempt of an ``async def`` stage with a TimeoutError, which is retried; a
         thread cannot be ended, so a ``def`` stage takes none: give the client it calls a time-out.
+
+        ``breaker`` opens when too many calls fail; while it is open the lanes that need this stage wait together and
+        use up no attempts. ``classify`` is asked before the app's own what kind of failure an exception is.
         """
 
         def declare(function: F) -> F:
@@ -167,6 +216,9 @@ class App:
             if not parameters:
                 raise SettingsError(f"{where}: it takes no argument; a stage is given the message")
             _retry(where, retry)
+            _rule(where, classify)
+            if breaker is not None and not isinstance(breaker, Breaker):
+                raise SettingsError(f"{where}: breaker={breaker!r} is no Breaker; write breaker=Breaker(…)")
             if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
                 raise SettingsError(
                     f"{where}: it is a generator; a stage returns its result instead of yielding it"
@@ -192,6 +244,8 @@ class App:
                     retry=retry,
                     timeout=timeout,
                     limit=limit,
+                    breaker=breaker,
+                    classify=classify,
                 )
             )
             return function
@@ -210,6 +264,36 @@ class App:
         if name in self.resources:
             raise SettingsError(f"{where}: there is a resource of this name already")
         self.resources[name] = Resource(name=name, function=function, needs=_parameters(function, where))
+        return function
+
+    def on_retry(self, function: F, /) -> F:
+        """Called as ``(message, error, wait)`` when a message failed and will run again after ``wait`` seconds."""
+        return self._hook("retry", function, 3)
+
+    def on_dead(self, function: F, /) -> F:
+        """Called as ``(message, letter)`` before a message's dead letter is written."""
+        return self._hook("dead", function, 2)
+
+    def on_block(self, function: F, /) -> F:
+        """Called as ``(message, letter)`` before a lane is blocked or parked at this message."""
+        return self._hook("block", function, 2)
+
+    def on_breaker(self, function: F, /) -> F:
+        """Called as ``(stage, state)`` when a stage's breaker changes; ``state`` is a ``CircuitState``."""
+        return self._hook("breaker", function, 2)
+
+    def _hook(self, name: str, function: F, takes: int) -> F:
+        """Hooks are plain functions, called on the task's loop: quick, and what they raise changes nothing."""
+        where = f"App {self.name!r}, hook on_{name}"
+        if _is_async(function):
+            raise SettingsError(
+                f"{where}: it is 'async def'; a hook is a plain function that returns at once"
+            )
+        try:
+            inspect.signature(function).bind(*range(takes))
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"{where}: it must take {takes} arguments: {error}") from None
+        self.hooks.setdefault(name, []).append(function)
         return function
 
     def check(self) -> None:
@@ -279,6 +363,32 @@ def _retry(where: str, retry: object) -> Retry | None:
     if retry is not None and not isinstance(retry, Retry):
         raise SettingsError(f"{where}: retry={retry!r} is no Retry; write retry=Retry(attempts=…)")
     return retry
+
+
+def _rule(where: str, rule: object) -> Rule | None:
+    if rule is not None and not callable(rule):
+        raise SettingsError(
+            f"{where}: classify={rule!r} is no function; it is given an exception and answers "
+            "'transient', 'poison', or None to leave it to others"
+        )
+    return rule
+
+
+def _order(name: str, order: object, on_failure: object) -> Order:
+    if order not in ("key", "partition", "global", "none"):
+        raise SettingsError(f"App {name!r}: order={order!r}; needs 'key', 'partition', 'global' or 'none'")
+    if on_failure not in ("skip", "block", "block_and_dlq", "park"):
+        raise SettingsError(
+            f"App {name!r}: on_failure={on_failure!r}; needs 'skip', 'block', 'block_and_dlq' or 'park'"
+        )
+    if order == "global" and on_failure == "skip":
+        raise SettingsError(
+            f"App {name!r}: order='global' with on_failure='skip' would let everything after a failed message run "
+            "without it; choose on_failure='block' or 'block_and_dlq'"
+        )
+    if order != "key":
+        raise SettingsError(f"App {name!r}: order={order!r} is not there yet; the order is per key")
+    return order
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 
 class KeylaneError(Exception):
     """What a user can act on: the message says what was wrong, where, and what to do."""
@@ -19,8 +21,29 @@ class ResourceError(KeylaneError):
     """A resource of the app could not be opened or closed; names it and carries the cause."""
 
 
+class FloodError(KeylaneError):
+    """Most messages fail for good; the app stopped instead of emptying its topic into the dead letters."""
+
+
 class Transient(Exception):  # noqa: N818 - named for what a handler says, not for the class of thing it is
-    """Raised by a stage: this may work later. The lane waits and the message runs again."""
+    """Raised by a stage: this may work later. The lane waits and the message runs again.
+
+    ``retry_after`` asks for a wait of that many seconds instead of the backoff, up to the ``wait_asked_max`` of
+    :class:`keylane.Retry`. Raises :class:`ValueError` when it is not a number of seconds from 0 on.
+    """
+
+    # On the class too: a subclass that never calls __init__ has asked for nothing.
+    retry_after: float | None = None
+
+    def __init__(self, *args: object, retry_after: float | None = None) -> None:
+        super().__init__(*args)
+        if retry_after is not None and not _is_seconds(retry_after):
+            raise ValueError(f"{type(self).__name__}(retry_after={retry_after!r}): needs seconds, 0 or more")
+        self.retry_after = retry_after
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < inf
 
 
 class Poison(Exception):  # noqa: N818 - see Transient

@@ -68,8 +68,18 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
             + "spark.stop()\n"
         )
         run([sys.executable, "on_spark.py"], tmp_path)
+        (operator,) = blocks("docs/failures.md", "sh")
+        told = run(["bash", "-ec", operator], tmp_path, **state, **bootstrap)
+        assert "an order without an amount" in told
     finally:
         run(["bash", "-ec", stop], tmp_path, **state)
+
+
+def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
+    for document in ("docs/failures.md", "docs/testing.md"):
+        (snippet,) = blocks(document, "python")
+        (tmp_path / "snippet.py").write_text(snippet)
+        run([sys.executable, "snippet.py"], tmp_path)
 
 
 def test_every_test_that_the_guarantees_name_is_there() -> None:
@@ -78,12 +88,6 @@ def test_every_test_that_the_guarantees_name_is_there() -> None:
     files = {path.name: path.read_text() for path in (ROOT / "tests").glob("*/test_*.py")}
     missing = [f"{file}::{test}" for file, test in named if f"def {test}" not in files.get(file, "")]
     assert not missing
-
-
-def test_the_harness_of_the_testing_page(tmp_path: Path) -> None:
-    (snippet,) = blocks("docs/testing.md", "python")
-    (tmp_path / "snippet.py").write_text(snippet)
-    run([sys.executable, "snippet.py"], tmp_path)
 
 
 @pytest.mark.timeout(150)

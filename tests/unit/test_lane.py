@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import TYPE_CHECKING
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from keylane.core import lane as lanes
 from keylane.core.lane import Entry, Lane, LaneState, LaneTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 KEYS = st.sampled_from([b"a", b"b", b"c", None])
 
@@ -20,6 +25,10 @@ class Item:
         self.next: Entry | None = None
         self.lane: Lane[Entry] | None = None
         self.settled = False
+        self.partition = 0
+        self.offset = number
+        self.trouble = "redriven" if number < 0 else None
+        self.begun = False
 
     def __repr__(self) -> str:
         return f"{self.group}#{self.number}"
@@ -185,6 +194,165 @@ class LanesAgainstLists(RuleBasedStateMachine):
         if not self.table.closed:
             assert self.table.statistics().lanes == 0
 
+
+class StuckLanesAgainstLists(RuleBasedStateMachine):
+    """Lanes that stop, wait, let go of their entries and get them back, and redriven entries put before the rest.
+
+    The model keeps, per lane, the numbers that have to pass, in order; and how many have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants = (lanes.KEEP, lanes.PATIENCE, lanes.RETURN)
+        lanes.KEEP, lanes.PATIENCE, lanes.RETURN = 2, 2.0, 3
+        self.held: dict[int, int] = {}
+        self.asked: list[tuple[Lane[Item], list[int]]] = []
+        self.table: Table = LaneTable(let_go=self.let_go, fetch=self.fetch)
+        self.numbers = count()
+        self.redriven = count(-1, -1)
+        self.now = 1.0
+        self.order: dict[bytes, list[int]] = {}
+        self.passed: dict[bytes, int] = {}
+        self.running: list[Lane[Item]] = []
+        self.idle: list[Lane[Item]] = []  # stopped or waiting
+        self.through: list[Item] = []
+        self.let_go_of = 0
+
+    def let_go(self, partition: int, number: int) -> None:
+        assert partition == 0
+        self.let_go_of += number
+
+    def fetch(self, lane: Lane[Item], partition: int, offsets: Sequence[int]) -> None:
+        assert partition == 0
+        assert 0 < len(offsets) <= lanes.RETURN
+        assert list(offsets) == sorted(offsets)
+        self.asked.append((lane, list(offsets)))
+
+    @rule(key=st.sampled_from([b"a", b"b"]), number=st.integers(1, 4))
+    def arrive(self, key: bytes, number: int) -> None:
+        for _ in range(number):
+            item = Item(next(self.numbers), key)
+            self.order.setdefault(key, []).append(item.number)
+            self.passed.setdefault(key, 0)
+            self.table.arrive(key, item, self.now)
+
+    @rule()
+    def take(self) -> None:
+        lane = self.table.take()
+        if lane is None:
+            return
+        assert lane.head is not None
+        key = lane.head.group
+        assert isinstance(key, bytes)
+        assert lane.head.number == self.order[key][self.passed[key]], "in order, whatever was away"
+        assert all(other.head.group != key for other in self.running if other.head), "one of a lane at a time"
+        lane.head.begun = True
+        self.running.append(lane)
+
+    def _running(self, data: st.DataObject) -> Lane[Item]:
+        return self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def passes(self, data: st.DataObject) -> None:
+        self._pass(self._running(data))
+
+    def _pass(self, lane: Lane[Item]) -> None:
+        assert lane.head is not None
+        assert isinstance(lane.head.group, bytes)
+        self.passed[lane.head.group] += 1
+        self.through.append(lane.head)
+        self.table.passed(lane)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), wait=st.integers(0, 5))
+    def fails(self, data: st.DataObject, wait: int) -> None:
+        self.table.retry(self._running(data), self.now + wait, self.now)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), stop=st.booleans())
+    def halts(self, data: st.DataObject, stop: bool) -> None:
+        lane = self._running(data)
+        (self.table.stop if stop else self.table.hold)(lane, self.now)
+        self.idle.append(lane)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def resumes(self, data: st.DataObject) -> None:
+        self.table.resume(self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1))))
+
+    @rule(seconds=st.integers(1, 4))
+    def time_goes_on(self, seconds: int) -> None:
+        self.now += seconds
+        self.table.wake(self.now)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def comes_back(self, data: st.DataObject) -> None:
+        lane, offsets = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        key = lane.key
+        assert isinstance(key, bytes)
+        gone = [number for number in offsets if data.draw(st.integers(0, 9)) == 0]
+        self.order[key] = [number for number in self.order[key] if number not in gone]
+        back = [Item(number, key) for number in offsets if number not in gone]
+        self.table.returned(lane, back, len(gone))
+        self.let_go_of -= len(offsets)
+
+    @rule(key=st.sampled_from([b"a", b"b"]), number=st.integers(1, 3))
+    def redrive(self, key: bytes, number: int) -> None:
+        lane = self.table.lanes.get(key)
+        place = self.passed.setdefault(key, 0)
+        order = self.order.setdefault(key, [])
+        if lane is not None and lane.head is not None and lane.head.begun:
+            place += 1
+        items = [Item(next(self.redriven), key) for _ in range(number)]
+        order[place:place] = [item.number for item in items]
+        self.table.insert(key, items)
+
+    @precondition(lambda self: self.through)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        self.table.settle(self.through.pop(data.draw(st.integers(0, len(self.through) - 1))), [])
+
+    @invariant()
+    def the_counts_agree(self) -> None:
+        table = self.table
+        assert table.away == self.let_go_of
+        assert table.running == len(self.running)
+        assert table.waiting + table.stopped == len(self.idle)
+        assert table.returning == len(self.asked)
+        assert table.unsettled == len(self.through)
+
+    def teardown(self) -> None:
+        try:
+            for _ in range(500):
+                self.now += 10
+                self.table.wake(self.now)
+                for lane in self.idle:
+                    self.table.resume(lane)
+                self.idle.clear()
+                for lane, offsets in self.asked:
+                    self.let_go_of -= len(offsets)
+                    self.table.returned(lane, [Item(number, lane.key) for number in offsets], 0)
+                    self.asked = [one for one in self.asked if one[0] is not lane]
+                    break
+                self.take()
+                for lane in self.running:
+                    self._pass(lane)
+                self.running.clear()
+                while self.through:
+                    self.table.settle(self.through.pop(), [])
+                if self.table.quiet:
+                    break
+            assert self.passed == {key: len(order) for key, order in self.order.items()}, "nothing is lost"
+            assert self.table.lanes == {}
+            assert self.table.away == 0
+        finally:
+            lanes.KEEP, lanes.PATIENCE, lanes.RETURN = self.constants
+
+
+TestStuckLanesAgainstLists = StuckLanesAgainstLists.TestCase
+TestStuckLanesAgainstLists.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 
 TestLanesAgainstLists = LanesAgainstLists.TestCase
 TestLanesAgainstLists.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

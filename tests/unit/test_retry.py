@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -72,3 +73,53 @@ def test_attempts_that_make_no_sense_are_refused(attempts: Any) -> None:
 def test_waits_that_make_no_sense_are_refused(initial: Any, most: Any) -> None:
     with pytest.raises(SettingsError, match="0 < wait_initial <= wait_max"):
         Retry(wait_initial=initial, wait_max=most)
+
+
+@given(retries(), st.integers(1, 3000), st.floats(0, 1e7), st.floats(1e-6, 1e6))
+def test_an_asked_wait_is_waited_out_in_full_up_to_the_longest_that_may_be_asked_for(
+    retry: Retry, failures: int, asked: float, most: float
+) -> None:
+    def undrawn() -> float:
+        raise AssertionError("an asked wait is not drawn")
+
+    retry = replace(retry, wait_asked_max=most)
+    wait = retry.wait(failures, undrawn, asked=asked)
+    assert wait == (None if failures >= retry.attempts else min(asked, most))
+
+
+def test_the_default_lets_an_error_ask_for_a_minute() -> None:
+    assert [Retry().wait(1, random.random, asked=asked) for asked in (0, 5, 60, 3600.0)] == [0, 5, 60, 60]
+
+
+@given(retries(), st.integers(1, 3000), st.floats(0, 1, exclude_max=True), SECONDS, st.floats(0, 1e6))
+def test_no_retry_begins_after_the_total(
+    retry: Retry, failures: int, drawn: float, total: float, elapsed: float
+) -> None:
+    unbounded = retry.wait(failures, lambda: drawn)
+    wait = replace(retry, total=total).wait(failures, lambda: drawn, elapsed=elapsed)
+    if unbounded is None or elapsed + unbounded > total:
+        assert wait is None
+    else:
+        assert wait == unbounded
+
+
+def test_a_total_cuts_an_asked_wait_off_too() -> None:
+    retry = Retry(total=10.0)
+    assert retry.wait(1, random.random, elapsed=4.0, asked=6.0) == 6.0
+    assert retry.wait(1, random.random, elapsed=4.1, asked=6.0) is None
+
+
+def test_without_a_total_time_does_not_end_the_retries() -> None:
+    assert Retry().wait(1, lambda: 0.5, elapsed=1e9) == 0.05
+
+
+@pytest.mark.parametrize("total", [0, -1, math.nan, math.inf, "10"])
+def test_totals_that_make_no_sense_are_refused(total: Any) -> None:
+    with pytest.raises(SettingsError, match=r"Retry\(total=.*more than 0, or None"):
+        Retry(total=total)
+
+
+@pytest.mark.parametrize("most", [0, -1, math.nan, math.inf, "10", None])
+def test_longest_asked_waits_that_make_no_sense_are_refused(most: Any) -> None:
+    with pytest.raises(SettingsError, match=r"Retry\(wait_asked_max=.*more than 0"):
+        Retry(wait_asked_max=most)

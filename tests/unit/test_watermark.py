@@ -1,11 +1,18 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+import random
+import tracemalloc
+from unittest import mock
+
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from keylane.core import progress as progress_module
+from keylane.core import watermark as watermark_module
 from keylane.core.progress import decode, encode
-from keylane.core.watermark import Progress, Watermark
+from keylane.core.watermark import SPAN, Block, Pending, Progress, Watermark
 
 FRESH = Progress(watermark=0, position=0)
 
@@ -13,14 +20,15 @@ FRESH = Progress(watermark=0, position=0)
 class WatermarkAgainstSets(RuleBasedStateMachine):
     """One partition through any number of lives, against the set of offsets that are done."""
 
-    @initialize(
-        gaps=st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=1, max_size=40), first=st.integers(0, 9)
-    )
-    def begin(self, gaps: list[int], first: int) -> None:
-        self.log = [first]
-        for gap in gaps:
+    gaps = st.sampled_from([1, 1, 1, 2, 5])
+    firsts = st.integers(0, 9)
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.log = [data.draw(self.firsts)]
+        for gap in data.draw(st.lists(self.gaps, min_size=1, max_size=40)):
             self.log.append(self.log[-1] + gap)
-        self.committed = Progress(watermark=first, position=first)
+        self.committed = Progress(watermark=self.log[0], position=self.log[0])
         self.committed_done: set[int] = set()
         self.live()
 
@@ -62,6 +70,11 @@ class WatermarkAgainstSets(RuleBasedStateMachine):
         self.done |= done
         self.mark.done(done)
 
+    @precondition(lambda self: self.done)
+    @rule(data=st.data())
+    def some_are_done_once_more(self, data: st.DataObject) -> None:
+        self.mark.done(data.draw(st.lists(st.sampled_from(sorted(self.done)), min_size=1)))
+
     @rule()
     def commit(self) -> None:
         progress = self.mark.progress()
@@ -87,7 +100,8 @@ class WatermarkAgainstSets(RuleBasedStateMachine):
     def progress_says_what_the_sets_say(self) -> None:
         progress = self.mark.progress()
         left = [o for o in self.log if o < self.known and o not in self.done]
-        assert progress.pending == tuple(left)
+        assert list(progress.pending) == left
+        assert progress.pending == Pending.of(left)
         assert progress.position == self.known
         assert progress.watermark == self.mark.value == (left[0] if left else self.known)
         assert self.mark.pending == len(self.running)
@@ -108,11 +122,37 @@ class WatermarkAgainstSets(RuleBasedStateMachine):
             self.running = []
         assert ran == [o for o in self.log if o not in self.committed_done]
         assert self.mark.value == self.known
-        assert self.mark.progress().pending == ()
+        assert not self.mark.progress().pending
+
+
+class StuckWatermarkAgainstSets(WatermarkAgainstSets):
+    """The same when everything is soon taken for stuck, over the edges of blocks, over holes of any size."""
+
+    gaps = st.one_of(st.sampled_from([1, 1, 1, 2, SPAN - 1, SPAN, SPAN + 1, 2**40]), st.integers(1, 3 * SPAN))
+    firsts = st.sampled_from([0, SPAN - 2, SPAN - 1, SPAN, 2**40 - 1])
+
+    def __init__(self) -> None:
+        self.patches = [
+            mock.patch.object(watermark_module, "_PATIENCE", 2),
+            mock.patch.object(watermark_module, "_SPARSE", 2),
+            mock.patch.object(progress_module, "_GAPS_MAX", 3),
+        ]
+        for patch in self.patches:
+            patch.start()
+        super().__init__()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for patch in self.patches:
+                patch.stop()
 
 
 TestWatermarkAgainstSets = WatermarkAgainstSets.TestCase
-TestWatermarkAgainstSets.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestWatermarkAgainstSets.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestStuckWatermarkAgainstSets = StuckWatermarkAgainstSets.TestCase
+TestStuckWatermarkAgainstSets.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 @given(st.permutations(range(12)))
@@ -139,28 +179,163 @@ def test_what_is_done_twice_or_was_never_delivered_changes_nothing() -> None:
     mark.deliver([1, 2])
     mark.done([1])
     mark.done([1, 99])
-    assert mark.progress() == Progress(watermark=2, position=3, pending=(2,))
+    assert mark.progress() == Progress(watermark=2, position=3, pending=Pending.of([2]))
 
 
 def test_restored_offsets_that_have_left_the_log_are_forgotten_once_reading_has_passed_them() -> None:
-    mark = Watermark(Progress(watermark=3, position=20, pending=(3, 9)))
+    mark = Watermark(Progress(watermark=3, position=20, pending=Pending.of([3, 9])))
     mark.deliver([9])  # retention has taken offset 3 in the meantime
     assert mark.value == 9
     mark.done([9])
     assert mark.value == 20
 
 
-def test_stuck_lanes_do_not_make_the_watermark_keep_what_passed_them_by() -> None:
+def test_offsets_as_far_apart_as_kafka_has_them() -> None:
     mark = Watermark(FRESH)
-    stuck = [5, 65_536 + 3, 2 * 65_536 + 1]  # a set holds them in another order
-    mark.deliver(stuck)
-    for start in range(200_000, 250_000, 1000):
-        batch = list(range(start, start + 1000))
+    mark.deliver([0])
+    mark.deliver([2**40])
+    mark.deliver([2**63 - 2])
+    assert list(mark.progress().pending) == [0, 2**40, 2**63 - 2]
+    mark.done([0])
+    assert mark.value == 2**40
+
+
+def stick(mark: Watermark, count: int, every: int, *, start: int = 0) -> tuple[list[int], int]:
+    """Deliver; of every so many offsets one is stuck, the others are soon done. What is stuck, and where that ends."""
+    stuck: list[int] = []
+    at = start
+    while len(stuck) < count:
+        batch = range(at, at + 1000)
+        held = set(batch[:: min(every, 1000)])
         mark.deliver(batch)
-        mark.done(batch)
-        assert mark.value == 5
-    assert len(mark._order) < 5000
-    assert mark.progress() == Progress(watermark=5, position=250_000, pending=tuple(stuck))
-    for offset, then in ((stuck[1], 5), (5, stuck[2]), (stuck[2], 250_000)):
-        mark.done([offset])
-        assert mark.value == then
+        mark.done([offset for offset in batch if offset not in held])
+        stuck += sorted(held)
+        at += 1000
+    return stuck, at
+
+
+@pytest.mark.parametrize("every", [1, 2, 11, 1000])
+def test_stuck_lanes_do_not_make_the_watermark_keep_what_passes_them_by(every: int) -> None:
+    mark = Watermark(FRESH)
+    stuck, end = stick(mark, 200_000 // every, every)
+    assert len(mark._recent) < 4 * watermark_module._PATIENCE
+    assert mark.pending == len(stuck)
+    assert mark.progress() == Progress(watermark=0, position=end, pending=Pending.of(stuck))
+    left = set(stuck)
+    rng = random.Random(every)
+    while left:
+        gone = set(rng.sample(sorted(left), min(len(left), 40_000))) | {min(left)}
+        mark.done(gone)
+        left -= gone
+        assert mark.value == min(left, default=end)
+        assert mark.progress().pending == Pending.of(left)
+    assert mark.pending == 0
+    assert not mark._stuck
+
+
+def test_messages_in_flight_are_not_taken_for_stuck_however_many_they_are() -> None:
+    mark = Watermark(FRESH)
+    flight: list[int] = []
+    for start in range(0, 500_000, 1000):
+        mark.deliver(range(start, start + 1000))
+        flight += range(start, start + 1000)
+        if len(flight) > 30_000:
+            mark.done(flight[:1000])
+            del flight[:1000]
+        assert start < 200_000 or not mark._stuck, "a mistake is not made again"
+    assert mark.pending == len(flight)
+
+
+@pytest.mark.parametrize(("every", "bytes_each"), [(11, 16), (1000, 48)])
+def test_what_is_stuck_takes_few_bytes(every: int, bytes_each: int) -> None:
+    count = 100_000
+    mark = Watermark(FRESH)
+    tracemalloc.start()
+    try:
+        for start in range(0, count * every, 1000 * every):
+            mark.deliver(range(start, start + 1000 * every, every))
+        text = encode(mark.progress())
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert mark.pending == count
+    recent = 100 * len(mark._recent)
+    assert held - len(text) - recent < bytes_each * count
+
+
+def test_a_restore_of_what_was_stuck_ends_as_if_nothing_had_happened() -> None:
+    before = Watermark(FRESH)
+    stuck, end = stick(before, 8000, 11)
+    mark = Watermark(before.progress())
+    offsets = [o for o in range(end // 2) if mark.wanted(o)]
+    mark.deliver(offsets)
+    mark.done(offsets[::2])
+    again = Watermark(mark.progress())  # a crash in the middle of the restore
+    assert again.value == offsets[1]
+    wanted = [o for o in range(offsets[1], end) if again.wanted(o)]
+    assert wanted == [o for o in stuck if o not in set(offsets[::2])]
+    for place in range(0, len(wanted), 1000):
+        again.deliver(wanted[place : place + 1000])
+    again.reach(end)
+    assert not again.restoring
+    assert again.progress() == Progress(watermark=wanted[0], position=end, pending=Pending.of(wanted))
+    assert not again._restored.pending, "what was restored is let go of"
+
+
+# Blocks and sets of them.
+
+SIZES = st.sampled_from([1, 2, 511, 512, 513, 700, SPAN - 1, SPAN])
+
+
+@given(SIZES, st.integers(0, 9), st.integers())
+@settings(max_examples=40, deadline=None)
+def test_a_block_holds_what_a_set_holds(size: int, number: int, seed: int) -> None:
+    rng = random.Random(seed)
+    base = number * SPAN
+    model = set(rng.sample(range(base, base + SPAN), size))
+    block = Block.of(number, sorted(model))
+    for offset in (*rng.sample(sorted(model), min(size, 5)), base, base + SPAN - 1):
+        assert block.holds(offset - base) == (offset in model)
+    gone = {*rng.sample(sorted(model), rng.choice([0, size // 2, size - 1])), *range(base, base + 9)}
+    smaller = block.without([*gone, *gone])
+    left = model - gone
+    assert (smaller is None) == (not left)
+    for held, one in ((model, block), (left, smaller)):
+        if one is not None:
+            assert [base + low for low in one.lows()] == sorted(held)
+            assert (one.count, one.first, one.last) == (len(held), min(held), max(held))
+            same = Block.of(number, sorted(held))
+            assert one == same
+            assert hash(one) == hash(same)
+            assert (one.bits is None) == (same.bits is None) == (one.count <= watermark_module._SPARSE)
+    if smaller is not None:
+        assert smaller.plus(sorted(gone & model)) == block
+
+
+@given(
+    st.sets(
+        st.one_of(st.integers(0, 40), st.integers(SPAN - 3, SPAN + 3), st.integers(0, 2**62)), max_size=60
+    ),
+    st.one_of(st.integers(0, 50), st.integers(SPAN - 4, SPAN + 4), st.integers(0, 2**62)),
+)
+@example(set(range(0, 10_000, 3)), 5000)
+@example(set(range(1000)), 1000)
+def test_pending_is_a_set(offsets: set[int], at: int) -> None:
+    pending = Pending.of(offsets)
+    assert list(pending) == sorted(offsets)
+    assert len(pending) == len(offsets)
+    assert bool(pending) == bool(offsets)
+    assert (at in pending) == (at in offsets)
+    assert all(offset in pending for offset in offsets)
+    assert list(Pending(pending.since(at))) == sorted(o for o in offsets if o >= at)
+    same = Pending.of(sorted(offsets, reverse=True))
+    assert pending == same
+    assert hash(pending) == hash(same)
+    assert pending != Pending.of(offsets ^ {at})
+
+
+def test_pending_is_shown_short() -> None:
+    assert repr(Pending.of([3, 1])) == "Pending.of([1, 3])"
+    assert repr(Pending.of(range(5, 900_000))) == "<899995 pending from 5 to 899999>"
+    assert Pending.of([1]) != (1,)
+    assert Block.of(0, [1]) != 1

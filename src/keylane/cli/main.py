@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from keylane import __version__
-from keylane.cli import broker
+from keylane.cli import broker, dlq, lanes
 from keylane.cli.demo import demo
 from keylane.cli.run import run
 from keylane.cli.seed import seed
@@ -47,6 +47,8 @@ app.command()(demo)
 app.command()(run)
 app.add_typer(broker.app, name="broker")
 app.command()(seed)
+app.add_typer(dlq.app, name="dlq")
+app.add_typer(lanes.app, name="lanes")
 
 
 def main() -> None:

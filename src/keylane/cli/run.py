@@ -18,6 +18,7 @@ from keylane.errors import KafkaError, SettingsError
 
 if TYPE_CHECKING:
     from keylane.kafka.lag import Lag, LagMeter
+    from keylane.kafka.settings import KafkaSettings
     from keylane.spark.query import LaneQuery
 
 _EVERY = 10.0
@@ -39,7 +40,11 @@ def run(
         float, typer.Option(help="Seconds until an epoch ends, drains and is planned anew.")
     ] = 300.0,
     until_caught_up: Annotated[
-        bool, typer.Option("--until-caught-up", help="Process what is in the source now, then exit with 0.")
+        bool,
+        typer.Option(
+            "--until-caught-up",
+            help="Process what is in the source now, then exit: with 0, or with 1 if lanes have stopped.",
+        ),
     ] = False,
     tasks: Annotated[
         int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")
@@ -109,6 +114,7 @@ def run(
             console.print("draining …")
             query.stop()
         last = meter.read()
+        stopped = _stopped(settings, app.name) if ended == "caught up" and last.lag else 0
     finally:
         failure = query.exception()
         spark.stop()
@@ -119,6 +125,7 @@ def run(
             "ended": ended,
             "processed": last.committed - first.committed,
             "lag": last.lag,
+            "stopped_lanes": stopped,
             "seconds": round(seconds, 3),
             "error": None if failure is None else explain(failure),
         }
@@ -127,6 +134,13 @@ def run(
         console.print(
             f"{ended}: {last.committed - first.committed:,} messages done in {seconds:.1f} s, lag {last.lag:,}"
         )
+    if stopped:
+        console.print(
+            f"not everything is done: {stopped:,} lanes have stopped and wait for an operator. "
+            f"See: keylane lanes list {app.name} --bootstrap {settings.bootstrap}",
+            style="bold red",
+        )
+        raise typer.Exit(1)
     if failure is not None:
         console.print(f"error: {explain(failure)}", style="bold red", markup=False, highlight=False)
         raise typer.Exit(1)
@@ -174,6 +188,14 @@ def _watch(
                 status.update(line)
             else:
                 console.print(line)
+
+
+def _stopped(settings: KafkaSettings, app: str) -> int:
+    from keylane.core.record import Stop  # noqa: PLC0415 - needed at the end only
+    from keylane.kafka.operator import Operator  # noqa: PLC0415
+
+    with Operator(settings, app) as operator:
+        return sum(record.stop is Stop.BLOCKED for record in operator.lanes())
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

@@ -10,18 +10,23 @@ A lane is a queue of entries with at most one of them running. It knows three pl
 From ``first`` up to ``head`` lie entries whose results were handed over and are not all acknowledged.
 Entries become done in lane order, even when acknowledgements arrive in another: what runs again after a
 crash is therefore always the end of a lane, never a message in the middle of it.
+
+A lane that has been stuck for a while keeps only a few entries behind its head. Of the rest it keeps the places, eight
+bytes each, to be read again when it moves: ``head ──▶ … ──▶ tail ┄┄▶ away``.
 """
 
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class LaneState(Enum):
@@ -35,14 +40,38 @@ class LaneState(Enum):
     """Its head is being processed."""
     RETRYING = "retrying"
     """Its head failed and waits for its backoff, then for its turn."""
+    WAITING = "waiting"
+    """Its head needs a stage whose breaker is open."""
+    STOPPED = "stopped"
+    """Nothing in it moves until somebody says so: an operator, or a record that has to be durable first."""
+    RETURNING = "returning"
+    """What comes next is being read again."""
+
+
+KEEP = 64
+"""Entries that a stuck lane keeps behind its head."""
+PATIENCE = 1.0
+"""Seconds after which a lane that does not move is called stuck."""
+RETURN = 1000
+"""Entries of a lane that are read again at once, at most."""
+AWAY_MAX = 4_000_000
+"""Places a table keeps in all. When they are used up a stuck lane keeps its entries, and reading comes to a stop."""
 
 
 class Entry(Protocol):
-    """What a lane queues. The three fields belong to the lane table; nobody else writes them."""
+    """What a lane queues. ``next``, ``lane`` and ``settled`` belong to the lane table; nobody else writes them."""
 
     next: Any
     lane: Any
     settled: bool
+    partition: int
+    offset: int
+    trouble: Any
+    """Not None when more is known of it than can be read again: then it is never let go of."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was run before, to whatever end."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -51,7 +80,7 @@ E = TypeVar("E", bound=Entry)
 class Lane(Generic[E]):
     """One key's queue. Written by :class:`LaneTable` only."""
 
-    __slots__ = ("due", "first", "head", "key", "state", "tail")
+    __slots__ = ("away", "due", "first", "head", "key", "since", "slow", "state", "tail")
 
     def __init__(self, key: Hashable, entry: E) -> None:
         self.key = key
@@ -60,6 +89,9 @@ class Lane(Generic[E]):
         self.tail: E = entry
         self.state = LaneState.READY
         self.due = 0.0
+        self.slow = False  # stuck, or with entries away: what arrives is looked at
+        self.since = 0.0  # when its head came to a stop first
+        self.away: deque[tuple[int, array[int]]] | None = None  # partitions and offsets, in order
 
     def __lt__(self, other: Lane[E]) -> bool:
         return self.due < other.due
@@ -73,25 +105,43 @@ class LaneStatistics:
     ready: int
     running: int
     retrying: int
+    waiting: int
+    stopped: int
+    away: int
+    """Entries of which only the places are kept."""
 
 
 class LaneTable(Generic[E]):
     """All lanes of a task that have something to do.
 
-    ``arrive`` → ``take`` → (``passed`` | ``retry`` → ``wake`` → ``take`` …) → ``settle``. The table decides what may
-    run; it never runs anything. An entry without a key gets a lane of its own.
+    ``arrive`` → ``take`` → (``passed`` | ``retry`` → ``wake`` | ``hold`` or ``stop`` → ``resume``) → ``settle``. The
+    table decides what may run; it never runs anything. An entry without a key gets a lane of its own.
+
+    ``let_go`` is told of partitions and numbers of entries of which only the places are kept from now on,
+    ``fetch`` of a lane that needs entries back: it answers, later, with :meth:`returned`.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        let_go: Callable[[int, int], None] = lambda _partition, _count: None,
+        fetch: Callable[[Lane[E], int, Sequence[int]], None] | None = None,
+    ) -> None:
         self.lanes: dict[Hashable, Lane[E]] = {}
         self.ready: deque[Lane[E]] = deque()
         self.running = 0
         self.unsettled = 0  # entries that have passed and wait for their acknowledgement
+        self.waiting = 0
+        self.stopped = 0
+        self.returning = 0
+        self.away = 0
         self.closed = False
         self._anonymous = 0
         self._sleeping: list[Lane[E]] = []
+        self._let_go = let_go
+        self._fetch = fetch
 
-    def arrive(self, key: Hashable, entry: E) -> None:
+    def arrive(self, key: Hashable, entry: E, now: float = 0.0) -> None:
         """Queue an entry behind everything its lane holds. ``None`` as the key: no order, a lane of its own."""
         if key is None:
             lane = Lane(None, entry)
@@ -103,6 +153,8 @@ class LaneTable(Generic[E]):
         if found is None:
             found = self.lanes[key] = Lane(key, entry)
             self.ready.append(found)
+        elif found.slow and self._send_away(found, entry, now):
+            return
         else:
             found.tail.next = entry
             found.tail = entry
@@ -130,18 +182,97 @@ class LaneTable(Generic[E]):
         self.unsettled += 1
         head: E | None = lane.head.next  # type: ignore[union-attr]  # a lane that runs has a head
         lane.head = head
+        if lane.slow:
+            lane.since = 0.0
+            lane.slow = bool(lane.away)
+            if head is None and lane.away and not self.closed:
+                self._ask_back(lane)
+                return
         if head is None or self.closed:
             lane.state = LaneState.IDLE
         else:
             lane.state = LaneState.READY
             self.ready.append(lane)
 
-    def retry(self, lane: Lane[E], due: float) -> None:
+    def retry(self, lane: Lane[E], due: float, now: float = 0.0) -> None:
         """The head failed; the lane waits until ``due`` and nothing in it moves before."""
         self.running -= 1
         lane.state = LaneState.RETRYING
         lane.due = due
         heapq.heappush(self._sleeping, lane)
+        self._stuck(lane, now, until=due)
+
+    def hold(self, lane: Lane[E], now: float) -> None:
+        """The head waits for its stage, together with others; :meth:`resume` lets it go on."""
+        self.running -= 1
+        self.waiting += 1
+        lane.state = LaneState.WAITING
+        self._stuck(lane, now, until=now)
+
+    def stop(self, lane: Lane[E], now: float) -> None:
+        """The head does not run, nor anything behind it, until :meth:`resume`."""
+        self.running -= 1
+        self.stopped += 1
+        lane.state = LaneState.STOPPED
+        self._stuck(lane, now, until=now)
+
+    def resume(self, lane: Lane[E]) -> None:
+        """The lane may go on with its head; in a table that is closed it stays where it is."""
+        if lane.state is LaneState.WAITING:
+            self.waiting -= 1
+        elif lane.state is LaneState.STOPPED:
+            self.stopped -= 1
+        else:
+            return
+        lane.state = LaneState.READY
+        if not self.closed:
+            self.ready.append(lane)
+
+    def insert(self, key: Hashable, entries: Sequence[E]) -> Lane[E]:
+        """Put entries, in their order, before everything in the lane that has not begun: a redrive.
+
+        A head that has begun stays the head, whatever it waits for.
+        """
+        for entry, then in pairwise(entries):
+            entry.next = then
+        first, last = entries[0], entries[-1]
+        lane = self.lanes.get(key) if key is not None else None
+        if lane is None:
+            lane = Lane(key, first)
+            lane.tail = last
+            self.ready.append(lane)
+            if key is None:
+                self._anonymous += 1
+            else:
+                self.lanes[key] = lane
+        elif lane.head is None:
+            if lane.first is None:  # all of it is done, and more of it is being read again
+                lane.first = first
+            else:
+                lane.tail.next = first
+            lane.tail = last
+            lane.head = first
+            if lane.state is not LaneState.RETURNING:
+                lane.state = LaneState.READY
+                self.ready.append(lane)
+        elif lane.state is not LaneState.RUNNING and not lane.head.begun:
+            last.next = lane.head
+            if lane.first is lane.head:
+                lane.first = first
+            else:
+                before: E = lane.first  # type: ignore[assignment]  # a lane with a head has a first
+                while before.next is not lane.head:
+                    before = before.next
+                before.next = first
+            lane.head = first
+        else:
+            last.next = lane.head.next
+            lane.head.next = first
+            if lane.tail is lane.head:
+                lane.tail = last
+        for entry in entries:
+            entry.lane = lane
+        return lane
 
     def wake(self, now: float) -> int:
         """Make the lanes whose backoff is over ready; returns how many."""
@@ -170,7 +301,7 @@ class LaneTable(Generic[E]):
             current.lane = None  # no cycle is left behind: the collector need not run for it
             current = current.next
         lane.first = current
-        if current is None:
+        if current is None and not lane.slow:
             if lane.key is None:
                 self._anonymous -= 1
             else:
@@ -183,7 +314,15 @@ class LaneTable(Generic[E]):
 
     @property
     def quiet(self) -> bool:
-        """Nothing runs, waits for its turn or for its backoff. Acknowledgements may still be due."""
+        """Nothing runs, waits for its turn, its backoff or its stage, or is being read again.
+
+        Lanes may be stopped, and acknowledgements due.
+        """
+        return not (self.running or self.ready or self._sleeping or self.waiting or self.returning)
+
+    @property
+    def drained(self) -> bool:
+        """Of what was started nothing goes on by itself any more. Acknowledgements may still be due."""
         return not (self.running or self.ready or self._sleeping)
 
     def statistics(self) -> LaneStatistics:
@@ -193,4 +332,106 @@ class LaneTable(Generic[E]):
             ready=len(self.ready),
             running=self.running,
             retrying=len(self._sleeping),
+            waiting=self.waiting,
+            stopped=self.stopped,
+            away=self.away,
         )
+
+    # Entries of which only the places are kept.
+
+    def returned(self, lane: Lane[E], entries: Sequence[E], gone: int) -> None:
+        """The next entries of a lane that asked for them, in order; ``gone`` of those asked for exist no more."""
+        self.returning -= 1
+        self.away -= len(entries) + gone
+        lane.state = LaneState.IDLE
+        for entry in entries:
+            entry.lane = lane
+            if lane.head is None:
+                lane.head = entry
+                if lane.first is None:
+                    lane.first = entry
+                else:
+                    lane.tail.next = entry
+            else:
+                lane.tail.next = entry
+            lane.tail = entry
+        lane.slow = bool(lane.away)
+        if lane.head is not None:
+            lane.state = LaneState.READY
+            if not self.closed:
+                self.ready.append(lane)
+        elif lane.away:
+            if not self.closed:
+                self._ask_back(lane)
+        elif lane.first is None:
+            del self.lanes[lane.key]
+
+    def _stuck(self, lane: Lane[E], now: float, *, until: float) -> None:
+        if lane.key is None or self._fetch is None:
+            return
+        lane.slow = True
+        lane.since = lane.since or now
+        if lane.state is LaneState.STOPPED or max(now, until) - lane.since >= PATIENCE:
+            self._trim(lane)
+
+    def _trim(self, lane: Lane[E]) -> None:
+        """Keep a few entries behind the head; of the rest the places."""
+        last: E = lane.head  # type: ignore[assignment]  # a stuck lane has a head
+        for _ in range(KEEP):
+            if last.next is None:
+                return
+            last = last.next
+        entry: E | None = last.next
+        if entry is None or self.away >= AWAY_MAX:
+            return
+        while entry is not None:
+            if entry.trouble is not None:
+                last = entry
+            entry = entry.next
+        entry = last.next
+        places: deque[tuple[int, array[int]]] = deque()
+        while entry is not None:
+            _put(places, entry.partition, entry.offset)
+            self._let_go(entry.partition, 1)
+            self.away += 1
+            entry.lane = None
+            entry = entry.next
+        last.next = None
+        lane.tail = last
+        lane.away = places + lane.away if lane.away else places
+
+    def _send_away(self, lane: Lane[E], entry: E, now: float) -> bool:
+        """Whether only the place of an entry that has just arrived is kept."""
+        if not lane.away:
+            if lane.state is not LaneState.RETURNING:
+                if now - lane.since < PATIENCE or self.away >= AWAY_MAX:
+                    return False
+                behind = lane.head
+                for _ in range(KEEP):
+                    if behind is None:
+                        return False
+                    behind = behind.next
+            lane.away = deque()
+        _put(lane.away, entry.partition, entry.offset)
+        self.away += 1
+        self._let_go(entry.partition, 1)
+        return True
+
+    def _ask_back(self, lane: Lane[E]) -> None:
+        away: deque[tuple[int, array[int]]] = lane.away  # type: ignore[assignment]
+        partition, offsets = away[0]
+        asked = offsets[:RETURN]
+        del offsets[:RETURN]
+        if not offsets:
+            away.popleft()
+        lane.state = LaneState.RETURNING
+        lane.slow = True
+        self.returning += 1
+        self._fetch(lane, partition, asked)  # type: ignore[misc]  # nothing is away without it
+
+
+def _put(places: deque[tuple[int, array[int]]], partition: int, offset: int) -> None:
+    """Runs of one partition share an array; it is cut so that taking from its front stays cheap."""
+    if not places or places[-1][0] != partition or len(places[-1][1]) >= 8 * RETURN:
+        places.append((partition, array("q")))
+    places[-1][1].append(offset)

@@ -12,3 +12,7 @@ class Outcome(StrEnum):
     """All stages ran; the result, if there was one, is acknowledged."""
     DEAD = "dead"
     """It could not be processed; its dead letter is acknowledged."""
+    SKIPPED = "skipped"
+    """An operator skipped it; its dead letter is acknowledged."""
+    PARKED = "parked"
+    """Its lane is parked; its letter is acknowledged, and it will run when the lane is redriven."""

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Exponential backoff with full jitter, bounded in attempts.
+    """Exponential backoff with full jitter, bounded in attempts and, if asked for, in time.
 
     ``attempts`` counts the first one: ``Retry(attempts=1)`` never retries.
     The wait before retry *n* is drawn evenly from 0 to ``wait_initial * 2 ** (n - 1)``, capped at ``wait_max``.
+    An error that asks for a wait of its own (``Retry-After``, ``Transient(retry_after=…)``) gets that one, capped at
+    ``wait_asked_max``. No retry begins later than ``total`` seconds after the first failure; None: no such limit.
 
     Raises :class:`SettingsError` for values that make no sense.
     """
@@ -25,6 +27,8 @@ class Retry:
     attempts: int = 5
     wait_initial: float = 0.1
     wait_max: float = 2.0
+    total: float | None = None
+    wait_asked_max: float = 60.0
 
     def __post_init__(self) -> None:
         if type(self.attempts) is not int or self.attempts < 1:
@@ -37,17 +41,39 @@ class Retry:
                 f"Retry(wait_initial={self.wait_initial!r}, wait_max={self.wait_max!r}): "
                 "needs seconds with 0 < wait_initial <= wait_max"
             )
+        if self.total is not None and not _positive(self.total):
+            raise SettingsError(
+                f"Retry(total={self.total!r}): needs seconds, more than 0, or None for no limit but attempts"
+            )
+        if not _positive(self.wait_asked_max):
+            raise SettingsError(f"Retry(wait_asked_max={self.wait_asked_max!r}): needs seconds, more than 0")
 
     def ceiling(self, failures: int) -> float:
         """The longest wait, in seconds, after ``failures`` failed attempts (1 or more)."""
         # The exponent is capped: 2 ** 1000 would overflow long after wait_max has taken over.
         return float(min(self.wait_max, self.wait_initial * 2 ** min(failures - 1, 60)))
 
-    def wait(self, failures: int, rng: Callable[[], float]) -> float | None:
-        """Seconds to wait after ``failures`` failed attempts, or None when they are used up.
+    def wait(
+        self,
+        failures: int,
+        rng: Callable[[], float],
+        *,
+        elapsed: float = 0.0,
+        asked: float | None = None,
+    ) -> float | None:
+        """Seconds to wait after ``failures`` failed attempts; None when no retry is left.
 
-        ``rng`` returns evenly distributed numbers in [0, 1).
+        ``rng`` returns evenly distributed numbers in [0, 1). ``elapsed`` is the time since the first failure.
+        ``asked``, 0 or more, is the wait that the error itself asks for: it is waited out in full, or up to
+        ``wait_asked_max``, and never drawn from.
         """
         if failures >= self.attempts:
             return None
-        return self.ceiling(failures) * rng()
+        wait = self.ceiling(failures) * rng() if asked is None else float(min(asked, self.wait_asked_max))
+        if self.total is not None and elapsed + wait > self.total:
+            return None
+        return wait
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < inf

@@ -9,8 +9,44 @@ from keylane.message import Message
 
 if TYPE_CHECKING:
     from keylane.core.lane import Lane
+    from keylane.core.letter import Failed
+    from keylane.core.record import Kept
     from keylane.engine.engine import Engine
     from keylane.message import Record
+
+
+class Trouble:
+    """What is known of a message that has failed, came back with attempts from before, or is redriven.
+
+    Most messages have none. Written on the engine's loop.
+    """
+
+    __slots__ = ("attempt", "due", "failures", "letter", "redrives", "since", "stage")
+
+    def __init__(self) -> None:
+        self.stage = ""  # that failed last
+        self.attempt = 1  # the next one there
+        self.since = 0.0  # unix time of its first failure
+        self.due = 0.0  # unix time: it does not run before
+        self.failures: list[Failed] = []
+        self.letter: int | None = None  # its place in the dead-letter topic: it is redriven from there
+        self.redrives = 0
+
+    @classmethod
+    def kept(cls, kept: Kept) -> Trouble:
+        """From before a restart."""
+        trouble = cls()
+        trouble.stage, trouble.attempt, trouble.since, trouble.due = (
+            kept.stage,
+            kept.attempt,
+            kept.since,
+            kept.due,
+        )
+        return trouble
+
+    def attempt_at(self, stage: str) -> int:
+        """The number of the next attempt at this stage."""
+        return self.attempt if stage == self.stage else 1
 
 
 class Delivery(Message):
@@ -32,6 +68,7 @@ class Delivery(Message):
         "settled",
         "stage",
         "started",
+        "trouble",
     )
 
     def __init__(self, record: Record, engine: Engine) -> None:  # all in one: the hot path
@@ -53,6 +90,12 @@ class Delivery(Message):
         self.finished = 0.0
         self.outcome = Outcome.OK
         self.error: str | None = None
+        self.trouble: Trouble | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was run before, in this task or, with attempts from then, in an earlier one."""
+        return self.attempts > 0 or self.stage > 0
 
     @property
     def original(self) -> bytes | None:

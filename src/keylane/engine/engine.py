@@ -11,22 +11,26 @@ import asyncio
 import logging
 import random
 import time
-import traceback
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keylane.core.classify import Failure, classify
 from keylane.core.lane import Lane, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
-from keylane.engine.delivery import Delivery
+from keylane.engine.course import Course
+from keylane.engine.delivery import Delivery, Trouble
 from keylane.engine.pipeline import decoder, encode
+from keylane.engine.stops import Stops
 from keylane.errors import KafkaError, KeylaneError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from keylane.app import App
+    from keylane.core.letter import DeadLetter
+    from keylane.core.record import Kept, LaneRecord
     from keylane.engine.pipeline import Step
     from keylane.message import Record
 
@@ -34,34 +38,32 @@ log = logging.getLogger("keylane.engine")
 
 TURNS = 256
 """Messages a runner may finish without giving the loop back: bounds how long acknowledgements and timers wait."""
-_ERROR_LIMIT = 2000
-_TRACEBACK_LIMIT = 8000
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadLetter:
-    """Why a message is dead, for the dead-letter topic."""
-
-    stage: str
-    error: str
-    message: str
-    traceback: str
-    attempts: int
-    failed_at: float
+Then = Callable[[str | None], None]
+"""Told None when something is durable, or why it never will be; on the loop's thread, never from inside the call."""
 
 
 class Output(Protocol):
-    """Where results and dead letters go.
-
-    Both calls hand over and return at once, in order. Later ``delivery(None, …)`` is called when it is durable, or
-    ``delivery(error, …)`` when it never will be; always on the loop's thread, and never from inside these calls.
-    """
+    """Where results, letters and records go. All calls hand over and return at once, in order."""
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Raises :class:`keylane.Poison` when the sink can never take this value."""
+        """Later ``delivery(None, …)`` is called when it is durable, or ``delivery(error, …)`` when it never will be.
 
-    def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
-        """The message as it came, and why it is dead."""
+        Raises :class:`keylane.Poison` when the sink can never take this value.
+        """
+
+    def letter(
+        self,
+        delivery: Delivery,
+        letter: DeadLetter | None,
+        kind: Literal["dead", "archived", "parked"],
+        park: int | None,
+        then: Then,
+    ) -> None:
+        """The message as it came, to the dead letters, and why; ``park`` is where its lane was parked."""
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
+        """A record for the state topic; None takes it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +74,29 @@ class EngineStatistics:
     held: int
     done: int
     dead: int
+    parked: int
     retries: int
     runners: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """Messages of a lane that are being read again."""
+
+    lane: Lane[Delivery]
+    number: int
+    missing: int = 0
+    back: list[Delivery] = field(default_factory=list)
 
 
 class Engine:
     """Runs one task's messages. Everything happens on the loop it was made on; nothing here is thread-safe.
 
     ``on_done`` is called with the deliveries that are done, in batches; the deliveries of a lane come in its order.
-    :meth:`failed` becomes done with an exception when the engine can not go on.
+    ``failure`` becomes done with an exception when the engine can not go on.
+
+    ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
+    ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
     """
 
     def __init__(
@@ -90,25 +106,38 @@ class Engine:
         output: Output,
         *,
         on_done: Callable[[list[Delivery]], None],
+        fetch: Callable[[int, int, Sequence[int]], None] | None = None,
+        let_go: Callable[[int, int], None] = lambda _partition, _count: None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
         self.acknowledged: list[Delivery] = []  # written by the producer's reports, emptied by settle()
         self.done = 0
         self.dead = 0
-        self.retries = 0
+        self.parked = 0
+        self.passed = 0  # messages whose stages are through
+        self.promised = 0  # records handed over and not answered yet
+        self.wall = wall
         self._app = app
         self._steps = tuple(steps)
         self._output = output
         self._on_done = on_done
-        self._wall = wall
-        self._rng = rng
         self._decode = decoder(app)
         self._has_sink = app.sink is not None
         self._observer = app.observer
-        self._table: LaneTable[Delivery] = LaneTable()
+        self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
+            lambda *_: None
+        )  # then nothing asks
+        self._let_go = let_go
+        self._tickets = count(1)
+        self._asked: dict[int, _Asked] = {}  # by ticket
+        self.table: LaneTable[Delivery] = LaneTable(
+            let_go=let_go, fetch=None if fetch is None else self._ask_back
+        )
+        self._kept: dict[tuple[int, int], Kept] = {}
         self._accepted = 0
         self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
         self._runners: set[asyncio.Task[None]] = set()
         self._parked: deque[asyncio.Future[None]] = deque()  # runners with nothing to do
         self._standby = False  # a runner is scheduled and has not looked at the ready lanes yet
@@ -116,20 +145,42 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._changed = asyncio.Event()  # set when the engine may have come to rest
+        self._timers: set[asyncio.TimerHandle] = set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
+        self.stops = Stops(self, output)
+        self.course = Course(self, app, self._steps, rng=rng)
 
     # What the task calls.
 
+    def restore(
+        self,
+        kept: Mapping[tuple[int, int], Kept],
+        lanes: Iterable[LaneRecord] = (),
+        held: Iterable[bytes] = (),
+    ) -> None:
+        """What was written down before: attempts by partition and offset, stopped lanes, lanes to be redriven."""
+        self._kept.update(kept)
+        self.stops.restore(lanes, held)
+
     def accept(self, records: Iterable[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        arrive = self._table.arrive
-        count = 0
+        arrive, now, kept = self.table.arrive, self.now(), self._kept
+        number = 0
         for record in records:
             delivery = Delivery(record, self)
-            arrive(delivery.key, delivery)
-            count += 1
-        self._accepted += count
+            if kept:
+                self._remember(delivery)
+            arrive(delivery.key, delivery, now)
+            number += 1
+        self._accepted += number
         self._ensure_runner()
+
+    def _remember(self, delivery: Delivery) -> None:
+        """Give a message the attempts it had before."""
+        kept = self._kept.get((delivery.partition, delivery.offset))
+        if kept is not None:
+            delivery.trouble = Trouble.kept(kept)
+            delivery.attempts = kept.attempts
 
     def settle(self) -> None:
         """Work off the acknowledgements that have come in. Called after the producer was polled."""
@@ -143,10 +194,18 @@ class Engine:
 
         Returns False when ``timeout`` seconds were not enough: then what still ran was cancelled and is not done.
         """
-        self._table.close()
+        table = self.table
+        table.close()
+        deadline = self.now() + timeout
+
+        def rested() -> bool:
+            due = table.next_due()
+            asleep = due is None or due > deadline  # a backoff that ends after it would be waited for in vain
+            return asleep and not (table.running or table.ready or table.unsettled or self.promised)
+
         try:
             async with asyncio.timeout(timeout):
-                await self._rest(lambda: self._table.quiet and not self._table.unsettled)
+                await self._rest(rested)
         except TimeoutError:
             return False
         else:
@@ -163,15 +222,27 @@ class Engine:
         await asyncio.gather(*runners, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
+        for step in self._steps:
+            if step.gate is not None:
+                step.gate.close()
 
     async def finish(self) -> None:
-        """Wait until everything accepted so far is done."""
-        await self._rest(lambda: self.held == 0)
+        """Wait until everything accepted so far is done, or stands behind a lane that has stopped."""
+        await self._rest(lambda: self.resting)
+
+    @property
+    def resting(self) -> bool:
+        """Nothing is left to do, but what stands in stopped lanes."""
+        if self.promised or self._timers:
+            return False
+        return self.held == 0 or (self.table.quiet and not self.table.unsettled)
 
     @property
     def draining(self) -> bool:
         """Whether nothing new is started: what is offered now must be left for the next epoch."""
-        return self._table.closed
+        return self.table.closed
 
     @property
     def held(self) -> int:
@@ -181,11 +252,12 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """How full it is."""
         return EngineStatistics(
-            lanes=self._table.statistics(),
+            lanes=self.table.statistics(),
             held=self.held,
             done=self.done,
             dead=self.dead,
-            retries=self.retries,
+            parked=self.parked,
+            retries=self.course.retries,
             runners=len(self._runners),
         )
 
@@ -205,10 +277,75 @@ class Engine:
             self.failure.set_exception(error)
         self._changed.set()
 
+    def returned(self, ticket: int, records: Sequence[Record], missing: int) -> None:
+        """Messages that were asked for again, in order, in one call or several; ``missing`` exist no more."""
+        asked = self._asked.get(ticket)
+        if asked is None:
+            return
+        for record in records:
+            delivery = Delivery(record, self)
+            if self._kept:
+                self._remember(delivery)
+            asked.back.append(delivery)
+            self._let_go(delivery.partition, -1)
+        asked.missing += missing
+        self._accepted -= missing
+        if len(asked.back) + asked.missing < asked.number:
+            return
+        del self._asked[ticket]
+        self.table.returned(asked.lane, asked.back, asked.missing)
+        self._changed.set()
+        self._ensure_runner()
+
+    # What its own parts call.
+
+    def resume(self, lane: Lane[Delivery]) -> None:
+        """A lane that waited or was stopped goes on."""
+        self.table.resume(lane)
+        self._changed.set()
+        self._ensure_runner()
+
+    def sleep(self, lane: Lane[Delivery], wait: float) -> None:
+        """The lane's head runs again after so many seconds."""
+        now = self.now()
+        self.table.retry(lane, now + wait, now)
+        self._arm()
+
+    def acknowledge(self, delivery: Delivery) -> None:
+        """What the message caused is durable."""
+        if not self.acknowledged:
+            self._loop.call_soon(self.settle)
+        self.acknowledged.append(delivery)
+        self._ensure_runner()
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Do something later, unless the engine has ended by then."""
+
+        def due() -> None:
+            self._timers.discard(timer)
+            what()
+
+        timer = self._loop.call_later(seconds, due)
+        self._timers.add(timer)
+
+    def took_in(self, number: int) -> None:
+        """Redriven messages were put into their lane."""
+        self._accepted += number
+        self._ensure_runner()
+
+    def changed(self) -> None:
+        """The engine may have come to rest."""
+        self._changed.set()
+
+    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+        ticket = next(self._tickets)
+        self._asked[ticket] = _Asked(lane=lane, number=len(offsets))
+        self._fetch(ticket, partition, offsets)
+
     # Runners.
 
     def _ensure_runner(self) -> None:
-        if self._standby or not self._table.ready:
+        if self._standby or not self.table.ready:
             return
         self._standby = True
         while self._parked:
@@ -227,8 +364,9 @@ class Engine:
 
     async def _run(self) -> None:
         # The hot path. Kept in one function, to save calls per message.
-        table, steps, wall, observer = self._table, self._steps, self._wall, self._observer
+        table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
         decode, result_of = self._decode, self._output.result if self._has_sink else None
+        records, held = self.stops.records, self.stops.held  # almost always empty
         last = len(steps)
         turns = 0
         self._standby = False
@@ -247,6 +385,14 @@ class Engine:
             if table.ready and not self._standby:
                 self._ensure_runner()
             delivery: Delivery = lane.head  # type: ignore[assignment]
+            if (
+                delivery.trouble is not None
+                or ((records or held) and ((key := delivery.key) is None or key in records or key in held))
+            ) and not self._may_start(lane, delivery):
+                turns += 1
+                if turns % TURNS == 0:  # a long lane that is parked must not hold up the loop
+                    await asyncio.sleep(0)
+                continue
             delivery.attempts += 1
             if observer is not None:
                 observer.started(delivery, delivery.attempts)
@@ -256,12 +402,13 @@ class Engine:
                         delivery.started = wall()
                     if decode is not None and delivery.value is not None:
                         delivery.value = decode(delivery.value)
-                        delivery.attempt = 1
                     delivery.decoded = True
                 while delivery.stage < last:
                     delivery.value = await steps[delivery.stage].call(delivery)
                     delivery.stage += 1
                     delivery.attempt = 1
+                    if delivery.trouble is not None and delivery.stage < last:
+                        delivery.attempt = delivery.trouble.attempt_at(steps[delivery.stage].name)
                 value = delivery.value
                 if result_of is None or value is None:
                     if not self.acknowledged:
@@ -270,14 +417,17 @@ class Engine:
                 else:
                     result_of(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
             except (Exception, SystemExit) as error:
-                self._failed(lane, delivery, error)
+                self.course.failed(lane, delivery, error)
             except asyncio.CancelledError:
                 if self._cancelling:
                     raise
-                self._failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
+                self.course.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
             else:
                 if observer is not None:
                     observer.ended(delivery, delivery.attempts, Outcome.OK)
+                if delivery.trouble is not None:
+                    self.course.passed(delivery)
+                self.passed += 1
                 table.passed(lane)
             turns += 1
             if turns >= TURNS:
@@ -291,51 +441,18 @@ class Engine:
                     await asyncio.sleep(0)
                 self._standby = False
 
-    # What happens next.
+    def _may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
+        """Whether a head that something is known about may run now; if not, its lane was dealt with."""
+        if not self.stops.may_start(lane, delivery):
+            return False
+        trouble = delivery.trouble
+        return trouble is None or self.course.may_start(lane, delivery, trouble)
 
-    def _failed(self, lane: Lane[Delivery], delivery: Delivery, error: BaseException) -> None:
-        step = self._steps[min(delivery.stage, len(self._steps) - 1)]
-        kind = classify(error)
-        if kind is Failure.TRANSIENT:
-            wait = step.retry.wait(delivery.attempt, self._rng)
-            if wait is not None:
-                if self._observer is not None:
-                    self._observer.ended(delivery, delivery.attempts, "retry")
-                self.retries += 1
-                delivery.attempt += 1
-                self._table.retry(lane, self._loop.time() + wait)
-                self._arm()
-                return
-        try:
-            message = str(error)
-        except Exception:
-            message = f"<no text: str() of {type(error).__name__} failed>"
-        delivery.outcome = Outcome.DEAD
-        delivery.error = f"{type(error).__name__}: {message}"[:_ERROR_LIMIT]
-        letter = DeadLetter(
-            stage=step.name,
-            error=f"{type(error).__module__}.{type(error).__qualname__}",
-            message=message[:_ERROR_LIMIT],
-            traceback="".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:],
-            attempts=delivery.attempts,
-            failed_at=self._wall(),
-        )
-        log.warning(
-            "dead letter: %s key=%r stage=%s attempts=%d: %s",
-            delivery.position,
-            delivery.key,
-            step.name,
-            delivery.attempts,
-            delivery.error,
-        )
-        if self._observer is not None:
-            self._observer.ended(delivery, delivery.attempts, Outcome.DEAD)
-        self._output.dead(delivery, letter)
-        self._table.passed(lane)
+    # What happens next.
 
     def _arm(self) -> None:
         """One timer, for the earliest backoff."""
-        due = self._table.next_due()
+        due = self.table.next_due()
         if due is None or (self._timer is not None and self._timer_due <= due):
             return
         if self._timer is not None:
@@ -346,20 +463,23 @@ class Engine:
     def _wake(self) -> None:
         self._timer = None
         # The loop's clock may stand a hair before the timer's due time; wake what this timer was for all the same.
-        self._table.wake(max(self._loop.time(), self._timer_due))
+        self.table.wake(max(self._loop.time(), self._timer_due))
         self._arm()
         self._ensure_runner()
 
     def _settle(self, deliveries: list[Delivery]) -> None:
-        settle = self._table.settle
-        now = self._wall()
+        settle = self.table.settle
+        now = self.wall()
         done: list[Delivery] = []
         for delivery in deliveries:
             delivery.finished = now
             settle(delivery, done)
         if done:
             self.done += len(done)
-            self.dead += sum(1 for d in done if d.outcome is Outcome.DEAD)
+            for delivery in done:
+                if delivery.outcome is not Outcome.OK:
+                    self.dead += delivery.outcome is not Outcome.PARKED
+                    self.parked += delivery.outcome is Outcome.PARKED
             try:
                 self._on_done(done)
             except Exception as error:

@@ -12,12 +12,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane.core.classify import Failure, classify
+from keylane.engine.gate import Gate
 from keylane.errors import Poison, ResourceError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from keylane.app import App, Resource, Stage
+    from keylane.core.classify import Rule
     from keylane.core.retry import Retry
     from keylane.message import Message
 
@@ -32,6 +35,10 @@ class Step:
     name: str
     call: Callable[[Message], Awaitable[Any]]
     retry: Retry
+    rules: tuple[Rule, ...]
+    """How this stage's errors are classified before the usual way: its own rule, then the app's."""
+    gate: Gate | None
+    """Its breaker at work."""
     threads: set[int]
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
 
@@ -79,16 +86,32 @@ async def _opened(app: App, resource: Resource, given: dict[str, Any]) -> AsyncI
 def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack) -> Step:
     function = stage.function
     threads: set[int] = set()
+    rules = tuple(rule for rule in (stage.classify, app.classify) if rule is not None)
+    gate = None
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
     if not stage.is_async:
         function = _threaded(stage, function, threads, stack)
-    else:
-        if stage.timeout is not None:
-            function = _timed(stage.name, function, stage.timeout)
-        if stage.limit is not None:
-            function = _limited(function, stage.limit)
-    return Step(name=stage.name, call=function, retry=stage.retry or app.retry, threads=threads)
+    elif stage.timeout is not None:
+        function = _timed(stage.name, function, stage.timeout)
+    if stage.breaker is not None:
+        gate = Gate(
+            stage.name,
+            stage.breaker,
+            loop=asyncio.get_running_loop(),
+            transient=lambda error: classify(error, rules).failure is Failure.TRANSIENT,
+        )
+        function = gate.guard(function)
+    if stage.is_async and stage.limit is not None:
+        function = _limited(function, stage.limit)  # around the gate: who waits here has not been let in yet
+    return Step(
+        name=stage.name,
+        call=function,
+        retry=stage.retry or app.retry,
+        rules=rules,
+        gate=gate,
+        threads=threads,
+    )
 
 
 def _threaded(

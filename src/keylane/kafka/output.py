@@ -1,20 +1,21 @@
-"""The producer: results to the sink, dead letters to ``<app>.dlq``."""
+"""The producer: results to the sink, records to the state topic."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.errors import KafkaError, Poison
-from keylane.kafka.state import PROGRESS
 from keylane.message import EVENT_ID
 
 if TYPE_CHECKING:
     from confluent_kafka import Producer
 
     from keylane.app import App
+    from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import DeadLetter
+    from keylane.engine.engine import Then
+    from keylane.kafka.graveyard import Graveyard
     from keylane.message import Headers
 
 ANY_PARTITION = -1
@@ -29,7 +30,8 @@ class KafkaOutput:
     reports, which call the deliveries.
     """
 
-    def __init__(self, producer: Producer, app: App, *, limit: int) -> None:
+    def __init__(self, producer: Producer, graveyard: Graveyard, app: App, *, limit: int) -> None:
+        self._graveyard = graveyard
         self._producer = producer
         self._produce: Any = (
             producer.produce
@@ -53,27 +55,24 @@ class KafkaOutput:
             )
         self._send(self._sink, value, delivery, headers)
 
-    def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
-        """The message as it came, with the failure's context in added headers."""
-        context: Headers = [
-            ("keylane-app", self._app.name.encode()),
-            ("keylane-topic", delivery.topic.encode()),
-            ("keylane-partition", str(delivery.partition).encode()),
-            ("keylane-offset", str(delivery.offset).encode()),
-            ("keylane-timestamp", str(delivery.timestamp or 0).encode()),
-            ("keylane-stage", letter.stage.encode()),
-            ("keylane-error", letter.error.encode()),
-            ("keylane-message", letter.message.encode("utf-8", "replace")),
-            ("keylane-traceback", letter.traceback.encode("utf-8", "replace")),
-            ("keylane-attempts", str(letter.attempts).encode()),
-            ("keylane-failed-at", f"{letter.failed_at:.3f}".encode()),
-        ]
-        try:
-            headers = delivery.headers
-        except UnicodeDecodeError as error:
-            headers = []
-            context.append(("keylane-headers-unreadable", str(error).encode()))
-        self._send(self._app.dlq, delivery.original, delivery, headers + context)
+    def letter(
+        self,
+        delivery: Delivery,
+        letter: DeadLetter | None,
+        kind: Literal["dead", "archived", "parked"],
+        park: int | None,
+        then: Then,
+    ) -> None:
+        """To the dead letters: see :class:`Graveyard`."""
+        self._graveyard.letter(delivery, letter, kind, park, then)
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
+        """A record of the state topic."""
+
+        def report(error: Any, _message: Any) -> None:
+            then(None if error is None else f"topic {self._app.state!r}: {error.str()}")
+
+        self._produce(self._app.state, value, name, partition=partition, on_delivery=report)
 
     def _send(self, topic: str, value: bytes | None, delivery: Delivery, headers: Headers) -> None:
         while True:
@@ -96,17 +95,15 @@ class KafkaOutput:
             else:
                 return
 
-    async def state(self, partition: int, value: bytes) -> None:
-        """Write a task's progress to the state topic and wait until it is there. Raises KafkaError if refused."""
+    async def state(self, partition: int, name: bytes, value: bytes | None) -> None:
+        """Write a record of the state topic and wait until it is there. Raises KafkaError if refused."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def report(error: Any, _message: Any) -> None:
+        def answered(problem: str | None) -> None:
             if not written.done():
-                written.set_exception(
-                    KafkaError(f"topic {self._app.state!r}: {error.str()}")
-                ) if error else written.set_result(None)
+                written.set_exception(KafkaError(problem)) if problem else written.set_result(None)
 
-        self._produce(self._app.state, value, PROGRESS, partition=partition, on_delivery=report)
+        self.note(partition, name, value, answered)
         while not written.done():  # the pump has ended when the last progress is written
             self._producer.poll(0)
             await asyncio.sleep(0.005)
@@ -115,6 +112,7 @@ class KafkaOutput:
     def poll(self) -> None:
         """Serve what has been acknowledged."""
         self._producer.poll(0)
+        self._graveyard.poll()
 
     @staticmethod
     def _size(delivery: Delivery, value: bytes, headers: Headers) -> int:

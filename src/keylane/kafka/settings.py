@@ -53,6 +53,13 @@ OURS = {
     "on_delivery": "the engine needs it",
     "error_cb": "the engine needs it",
 }
+_ALL = {
+    "log_level": 4,
+    # The client doubles its wait up to 10 s; a broker that is back is to be found within a second.
+    "reconnect.backoff.max.ms": 1000,
+    # Nobody here subscribes to the client's own metrics.
+    "enable.metrics.push": False,
+}
 _SECRET = ("password", "passphrase", "secret", "key.pem", "token", "jaas")
 
 
@@ -115,7 +122,7 @@ class KafkaSettings:
         return self._make(AdminClient, {}, {})
 
     def _make(self, kind: type[C], base: dict[str, Any], more: dict[str, Any]) -> C:
-        conf = {"bootstrap.servers": self.bootstrap, "log_level": 4, **base, **dict(self.extra), **more}
+        conf = {"bootstrap.servers": self.bootstrap, **_ALL, **base, **dict(self.extra), **more}
         try:
             return kind(conf, logger=_client_log)
         except KafkaException as error:

@@ -1,15 +1,22 @@
-"""The app's state topic: progress too large for an offset's metadata, and orders to running tasks.
+"""The app's state topic: what must outlive a task, and orders to running tasks.
 
 ``<app>.state`` is compacted and has as many partitions as the source: what concerns source partition *p* lies in state
 partition *p*, whatever its key. A task reads its partitions to their end when it starts and follows them while it runs,
 so an order is seen wherever a task runs and whenever it began.
 
-==================  ==================================================================
-key                 value
-==================  ==================================================================
-``order/stop``      ``{"run": …}``: the tasks of this run drain and end
-``progress``        the text of :mod:`keylane.core.progress`, with its watermark before it
-==================  ==================================================================
+=======================  ==================================================================
+key                      value
+=======================  ==================================================================
+``progress``             the text of :mod:`keylane.core.progress`, with its watermark before it
+``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
+``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
+``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
+``order/stop``           ``{"run": …}``: the tasks of this run drain and end
+``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
+``order/lane/<key>``     what an operator wants done: :mod:`keylane.kafka.orders` (also ``order/redrive/…``)
+``audit/<id>``           who ordered what, and when; ``audit/<id>/done`` what came of it
+``rest``                 ``{"run": …, "until": …}``: everything up to there is done, but what stands in stopped lanes
+=======================  ==================================================================
 """
 
 from __future__ import annotations
@@ -22,19 +29,27 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import TopicPartition
 
 from keylane.core.progress import decode
+from keylane.core.ranges import Ranges
+from keylane.core.record import KEYLESS, LANE, decode_kept, decode_lane
 from keylane.errors import KafkaError
 from keylane.kafka.cluster import TIMEOUT
+from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from keylane.core.progress import Restored
+    from keylane.core.record import Kept, LaneRecord
     from keylane.kafka.settings import KafkaSettings
 
 log = logging.getLogger("keylane.kafka")
 
 STOP = b"order/stop"
+FLOOD = b"order/flood"
 PROGRESS = b"progress"
+ATTEMPTS = b"attempts"
+REDRIVEN = b"redriven"
+REST = b"rest"
 MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
 ELSEWHERE = "kl1:@"
@@ -78,7 +93,15 @@ class State:
             f"{app}.state", **{"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
         )
         self._progress: dict[int, str] = {}
+        self._fresh: list[Order] = []
         self.stopped = False
+        self.flooded = ""  # why the run was stopped
+        self.attempts: dict[int, dict[int, Kept]] = {}
+        self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
+        self.redriven: dict[int, Ranges] = {}
+        self.orders: dict[tuple[int, bytes], Order] = {}  # that nobody has answered
+        self.audits: dict[bytes, tuple[int, bytes]] = {}  # name: partition and value
+        self.rests: dict[int, int] = {}  # of this run: up to where everything but stopped lanes is done
 
     def restore(self) -> None:
         """Read everything there is. Raises KafkaError when it cannot be read."""
@@ -120,18 +143,61 @@ class State:
                 self._take(message)
         return self.stopped
 
+    def take_orders(self) -> list[Order]:
+        """Orders that have come in since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return [order for order in fresh if self.orders.get((order.partition, order.name)) == order]
+
     def close(self) -> None:
         """Let go of the consumer."""
         self._consumer.close()
 
     def _take(self, message: Any) -> None:
-        key, value = message.key(), message.value()
+        name, value, partition = message.key() or b"", message.value(), message.partition()
         try:
-            if key == PROGRESS:
-                self._progress[message.partition()] = value.decode("ascii")
-            elif key == STOP and json.loads(value).get("run") == self._run:
-                self.stopped = True
-        except (ValueError, AttributeError):
+            if value is None:
+                self._take_back(partition, name)
+            else:
+                self._put(partition, name, value)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             log.warning(
-                "%s/%d@%d makes no sense: %r", self._topic, message.partition(), message.offset(), value
+                "%s/%d@%d makes no sense (%s): %r %r",
+                self._topic,
+                partition,
+                message.offset(),
+                error,
+                name,
+                value,
             )
+
+    def _put(self, partition: int, name: bytes, value: bytes) -> None:
+        if name == PROGRESS:
+            self._progress[partition] = value.decode("ascii")
+        elif name == ATTEMPTS:
+            self.attempts[partition] = decode_kept(value)
+        elif name == REDRIVEN:
+            self.redriven[partition] = Ranges.decode(value)
+        elif name.startswith((LANE, KEYLESS)):
+            self.lanes[partition, name] = decode_lane(name, partition, value)
+        elif name == STOP:
+            self.stopped = self.stopped or json.loads(value)["run"] == self._run
+        elif name == FLOOD:
+            found = json.loads(value)
+            if found["run"] == self._run:
+                self.flooded = str(found["why"])
+        elif name == REST:
+            found = json.loads(value)
+            if found["run"] == self._run:
+                self.rests[partition] = int(found["until"])
+        elif name.startswith(ORDER):
+            order = decode_order(name, partition, value)
+            self.orders[partition, name] = order
+            self._fresh.append(order)
+        elif name.startswith(AUDIT):
+            self.audits[name] = partition, value
+
+    def _take_back(self, partition: int, name: bytes) -> None:
+        self.lanes.pop((partition, name), None)
+        self.orders.pop((partition, name), None)
+        if name == ATTEMPTS:
+            self.attempts.pop(partition, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import queue
@@ -18,20 +19,25 @@ import uvloop
 from confluent_kafka import Producer, TopicPartition
 
 from keylane.core.progress import LIMIT, encode
+from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
-from keylane.errors import KafkaError, KeylaneError
+from keylane.errors import FloodError, KafkaError, KeylaneError
 from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
+from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.output import KafkaOutput
-from keylane.kafka.state import ELSEWHERE, MAX_PROGRESS, State
+from keylane.kafka.rereader import Reread, Rereader
+from keylane.kafka.state import ATTEMPTS, ELSEWHERE, FLOOD, MAX_PROGRESS, PROGRESS, REST, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from keylane.app import App
+    from keylane.core.record import Kept
     from keylane.engine.delivery import Delivery
     from keylane.engine.pipeline import Step
     from keylane.kafka.settings import KafkaSettings
@@ -90,6 +96,8 @@ class Task:
         self._rows: list[Delivery] = []
         self._watermarks: dict[int, Watermark] = {}
         self._committed: dict[int, Progress] = {}
+        self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
+        self._desk: Desk | None = None
         self._shares: dict[int, Share] = {}
         self._abandoned = threading.Event()  # Spark no longer wants the outcomes
 
@@ -125,22 +133,35 @@ class Task:
             state = State(plan.settings, app.name, app.state, plan.starts, plan.run)
             starts = await asyncio.to_thread(self._restore, state)
             consumer = plan.settings.consumer(app.name)
-            output = KafkaOutput(producer, app, limit=plan.sink_limit)
-            engine = Engine(app, steps, output, on_done=self._done)
-
-            def deliver(batch: Batch) -> None:
-                loop.call_soon_threadsafe(self._accept, engine, batch)
-
-            def fail(error: BaseException) -> None:
-                loop.call_soon_threadsafe(engine.fail, error)
+            graveyard = Graveyard(plan.settings, app)
+            output = KafkaOutput(producer, graveyard, app, limit=plan.sink_limit)
+            rereader = Rereader(
+                plan.settings,
+                app.name,
+                app.source,
+                deliver=lambda part: _on(loop, self._reread, engine, part),
+                fail=lambda error: _on(loop, engine.fail, error),
+            )
+            engine = Engine(
+                app,
+                steps,
+                output,
+                on_done=self._done,
+                fetch=rereader.request,
+                let_go=self._let_go,
+            )
+            desk = self._desk = Desk(
+                engine, output, plan.settings, app, self.owner, state.redriven, time.time
+            )
+            self._restore_lanes(engine, state, output)
 
             fetcher = Fetcher(
                 consumer,
                 app.source,
                 starts,
                 capacity=app.capacity,
-                deliver=deliver,
-                fail=fail,
+                deliver=lambda batch: _on(loop, self._accept, engine, batch),
+                fail=lambda error: _on(loop, engine.fail, error),
                 until=plan.until,
                 crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
             )
@@ -149,11 +170,13 @@ class Task:
             log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
             background = [
                 loop.create_task(self._pump(engine, output)),
-                loop.create_task(self._commit_now_and_then(fetcher, output)),
+                loop.create_task(self._commit_now_and_then(engine, fetcher, output)),
                 loop.create_task(self._collect_garbage(engine)),
+                loop.create_task(desk.run()),
+                loop.create_task(graveyard.ship()),
             ]
             try:
-                await self._until_over(engine, fetcher, state, deadline)
+                await self._until_over(engine, desk, fetcher, state, deadline)
                 fetcher.stop_fetching()
                 draining = loop.time()
                 if not await engine.drain(app.drain_timeout):
@@ -171,8 +194,12 @@ class Task:
                 await asyncio.gather(*background, return_exceptions=True)
                 fetcher.stop_fetching()
                 with contextlib.suppress(KeylaneError) if engine.failure.done() else contextlib.nullcontext():
-                    await self._commit(fetcher, output)
+                    await self._commit(engine, fetcher, output)
+                with contextlib.suppress(KeylaneError):
+                    await self._last_words(engine, output)
                 await asyncio.to_thread(fetcher.close)
+                await asyncio.to_thread(rereader.close)
+                graveyard.close()
                 await self._wait_for_threads(steps)
                 state.close()
                 self._hand_out()
@@ -203,6 +230,8 @@ class Task:
         """Where each partition's reading begins: the group's progress, or the plan's."""
         app, plan = self._app, self._plan
         state.restore()
+        if state.flooded:
+            raise FloodError(state.flooded)
         found = Cluster(plan.settings).committed(app.name, app.source, plan.starts)
         starts = {}
         for partition, fallback in plan.starts.items():
@@ -218,7 +247,42 @@ class Task:
             starts[partition] = restored.progress.watermark
         return starts
 
+    def _restore_lanes(self, engine: Engine, state: State, output: KafkaOutput) -> None:
+        """Attempts, stopped lanes and standing orders, as they were written down."""
+        kept = {
+            (partition, offset): one
+            for partition, found in state.attempts.items()
+            for offset, one in found.items()
+        }
+        self._attempts = dict(state.attempts)
+        lanes = []
+        for (partition, name), record in state.lanes.items():
+            if record.stop is Stop.PARKED or self._watermarks[partition].wanted(record.offset):
+                lanes.append(record)
+            else:  # its message was done, or the group was moved past it
+                output.note(partition, name, None, lambda _problem: None)
+        redrives = [order.key for order in state.orders.values() if order.do == "redrive"]
+        engine.restore(kept, lanes, [key for key in redrives if key is not None])
+
     # While it runs, on the loop.
+
+    def _reread(self, engine: Engine, part: Reread) -> None:
+        """Messages that a stuck lane had let go of."""
+        if engine.draining:
+            return
+        if part.missing:
+            log.error(
+                "%s/%d: %d messages behind a stuck lane are no longer in the log, the first at offset %d",
+                self._app.source,
+                part.partition,
+                len(part.missing),
+                part.missing[0],
+            )
+            self._watermarks[part.partition].done(part.missing)
+        engine.returned(part.ticket, part.records, len(part.missing))
+
+    def _let_go(self, partition: int, count: int) -> None:
+        self._shares[partition].done += count
 
     def _accept(self, engine: Engine, batch: Batch) -> None:
         records = batch.records
@@ -249,6 +313,8 @@ class Task:
 
     def _done(self, deliveries: list[Delivery]) -> None:
         offsets: dict[int, list[int]] = {}
+        if self._desk is not None and not self._desk.idle:
+            deliveries = self._without_redriven(deliveries)
         for delivery in deliveries:
             group = offsets.get(delivery.partition)
             if group is None:
@@ -264,6 +330,22 @@ class Task:
             self._rows += [d for d in deliveries if d.error is not None or d.attempts > 1]
         if len(self._rows) >= _OUTCOMES_ROWS:
             self._hand_out()
+
+    def _without_redriven(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Redriven messages were done in the source before: their progress is among the dead letters."""
+        own = []
+        for delivery in deliveries:
+            if (
+                delivery.trouble is not None
+                and delivery.trouble.letter is not None
+                and self._desk is not None
+            ):
+                self._desk.done(delivery)
+                if self._plan.outcomes != "none":
+                    self._rows.append(delivery)
+            else:
+                own.append(delivery)
+        return own
 
     def _hand_out(self) -> None:
         if self._rows:
@@ -294,36 +376,64 @@ class Task:
                 gc.collect()
                 last = time.monotonic()
 
-    async def _until_over(self, engine: Engine, fetcher: Fetcher, state: State, deadline: float) -> None:
+    async def _until_over(
+        self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, deadline: float
+    ) -> None:
         """Return when the epoch is over, the run was told to stop, or everything there was is done."""
         loop = asyncio.get_running_loop()
         while not state.poll() and loop.time() < deadline and not self._abandoned.is_set():
-            if fetcher.ended and engine.held == 0 and self._caught_up():
+            for order in state.take_orders():
+                desk.take(order)
+            if fetcher.ended and engine.resting and desk.idle and self._caught_up(engine):
                 return
             await asyncio.wait([engine.failure], timeout=min(_CONTROL, max(0.0, deadline - loop.time())))
             if engine.failure.done():
                 engine.failure.result()
 
-    def _caught_up(self) -> bool:
-        """Everything below ``until`` was seen and is done."""
+    def _caught_up(self, engine: Engine) -> bool:
+        """Everything below ``until`` was seen, and is done or stands in a stopped lane."""
         until = self._plan.until or {}
-        return all(mark.pending == 0 and mark.position >= until[p] for p, mark in self._watermarks.items())
+        if sum(mark.pending for mark in self._watermarks.values()) != engine.held:
+            return False
+        return all(mark.position >= until[p] for p, mark in self._watermarks.items())
+
+    async def _last_words(self, engine: Engine, output: KafkaOutput) -> None:
+        """What the planner, or a task that tries again, has to know."""
+        plan = self._plan
+        if engine.failure.done():
+            error = engine.failure.exception()
+            if isinstance(error, FloodError):
+                for partition in plan.starts:
+                    why = {"run": plan.run, "why": str(error)}
+                    await output.state(partition, FLOOD, json.dumps(why).encode())
+        elif plan.until is not None and engine.held and engine.resting:
+            for partition, until in plan.until.items():
+                await output.state(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
 
     # Progress.
 
-    async def _commit_now_and_then(self, fetcher: Fetcher, output: KafkaOutput) -> None:
+    async def _commit_now_and_then(self, engine: Engine, fetcher: Fetcher, output: KafkaOutput) -> None:
         while True:
             await asyncio.sleep(self._app.commit_interval)
             try:
-                await self._commit(fetcher, output)
+                await self._commit(engine, fetcher, output)
             except KafkaError as error:
                 log.warning("%s: %s; tried again in %g s", self.owner, error, self._app.commit_interval)
 
-    async def _commit(self, fetcher: Fetcher, output: KafkaOutput) -> None:
+    async def _commit(self, engine: Engine, fetcher: Fetcher, output: KafkaOutput) -> None:
         """Write down how far the task is, where that has changed.
 
         What does not fit beside an offset goes to the state topic first; only then the offset says so.
         """
+        kept = engine.course.kept()
+        for partition in kept.keys() | self._attempts.keys():
+            now = kept.get(partition, {})
+            if now != self._attempts.get(partition, {}):
+                value = encode_kept(now, MAX_PROGRESS) if now else None
+                await output.state(partition, ATTEMPTS, value)
+                self._attempts[partition] = now
+        if self._desk is not None:
+            await self._desk.write_down()
         changed = {}
         offsets = []
         for partition, mark in self._watermarks.items():
@@ -334,9 +444,16 @@ class Task:
             metadata = encode(progress)
             if len(metadata) > LIMIT:
                 text = metadata if len(metadata) <= MAX_PROGRESS else encode(progress, MAX_PROGRESS)
-                await output.state(partition, f"{progress.watermark} {text}".encode())
+                await output.state(partition, PROGRESS, f"{progress.watermark} {text}".encode())
                 metadata = ELSEWHERE
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         if offsets:
             await asyncio.wait_for(asyncio.wrap_future(fetcher.commit(offsets)), TIMEOUT)
             self._committed.update(changed)
+            engine.stops.committed(lambda partition, offset: self._committed[partition].is_done(offset))
+
+
+def _on(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: object) -> None:
+    """Do it on the loop's thread, unless the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(what, *given)

@@ -11,6 +11,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane.kafka.cluster import Cluster
+from keylane.kafka.state import State
 from keylane.kafka.task import Task, TaskPlan
 from keylane.spark.outcomes import DDL, to_arrow
 
@@ -112,7 +113,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The next epoch; ``start`` again when everything there was is done."""
         cluster = self._connect()
         starts = self._positions(cluster, start)
-        if self._target is not None and all(starts.get(p, 0) >= end for p, end in self._target.items()):
+        if self._target is not None and self._rested(starts, self._target):
             return start
         return _offset(start["epoch"] + 1, starts)
 
@@ -140,6 +141,19 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
             for task, share in enumerate(shares)
         ]
+
+    def _rested(self, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
+        """Whether everything up to the target is done, but what stands in lanes that have stopped."""
+        left = [p for p, end in target.items() if starts.get(p, 0) < end]
+        if not left:
+            return True
+        plan = self._plan
+        state = State(plan.settings, plan.app, f"{plan.app}.state", left, plan.run)
+        try:
+            state.restore()
+        finally:
+            state.close()
+        return all(state.rests.get(p, -1) >= target[p] for p in left)
 
     def _connect(self) -> Cluster:
         if self._cluster is None:

@@ -2,7 +2,7 @@
 
 from keylane.testing.checker import check
 from keylane.testing.clock import StuckError, VirtualLoop, run_virtual
-from keylane.testing.faults import Crash, Drain, Fault, Pause
+from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
 from keylane.testing.harness import Harness, RunResult
 from keylane.testing.history import Ended, Event, History, HistoryError, HistoryWriter, Kind, read_history
 from keylane.testing.log import MemoryLog, MemoryRecord, murmur2, partition_of
@@ -37,9 +37,13 @@ __all__ = [
     "MemoryRecord",
     "MemorySink",
     "Pause",
+    "Redrive",
+    "Refuse",
+    "Release",
     "ResultsVerdict",
     "RunResult",
     "Sent",
+    "Skip",
     "StuckError",
     "Verdict",
     "Violation",

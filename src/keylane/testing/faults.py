@@ -31,4 +31,38 @@ class Pause:
     for_: float
 
 
-Fault = Crash | Drain | Pause
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """From this virtual second letters cannot be written, for so many seconds."""
+
+    at: float
+    for_: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """An operator releases the blocked lane of this key."""
+
+    at: float
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """An operator skips the message at which the lane of this key is blocked."""
+
+    at: float
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redrive:
+    """An operator redrives the lane of this key: all its letters, before anything newer."""
+
+    at: float
+    key: bytes
+
+
+Action = Release | Skip | Redrive
+Fault = Crash | Drain | Pause | Refuse | Action
+"""What happens in a run besides the messages."""

@@ -9,25 +9,28 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from keylane.core.outcome import Outcome
 from keylane.core.progress import LIMIT, decode, encode
+from keylane.core.record import KEYLESS, LANE, Stop, decode_lane
 from keylane.core.watermark import Watermark
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
+from keylane.engine.redrive import Found, Redriver
 from keylane.errors import KeylaneError
 from keylane.testing.checker import check
 from keylane.testing.clock import run_virtual
-from keylane.testing.faults import Drain, Fault, Pause
+from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
 from keylane.testing.history import Event, History, Kind
 from keylane.testing.log import MemoryLog
 from keylane.testing.sink import MemorySink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from keylane.app import App, Observer
+    from keylane.core.record import Kept, LaneRecord
     from keylane.engine.delivery import Delivery
     from keylane.message import Headers, Message
-    from keylane.testing.faults import Crash
     from keylane.testing.sink import Dead, Written
     from keylane.testing.verdict import Verdict
 
@@ -97,13 +100,17 @@ class Harness:
             rng=random.Random(f"sink/{seed}"),
             latency=latency if isinstance(latency, tuple) else (latency, latency),
             pauses=[fault for fault in faults if isinstance(fault, Pause)],
+            refusals=[fault for fault in faults if isinstance(fault, Refuse)],
         )
-        self._breaks = deque(fault for fault in faults if not isinstance(fault, Pause))
+        self._breaks = deque(fault for fault in faults if isinstance(fault, Crash | Drain))
+        self._actions = deque(fault for fault in faults if isinstance(fault, Release | Skip | Redrive))
+        self._redriven: set[int] = set()
         self._holes = holes
         self._limit = limit
         self._unsent: list[tuple[float, bytes | None, bytes | None, Headers]] = []
         self._arrivals: dict[tuple[int, int], float] = {}
         self._committed: dict[int, tuple[int, str]] = {}  # offset and metadata, as Kafka's group keeps them
+        self._kept: dict[tuple[int, int], Kept] = {}
         self._epochs = 0
         self._broken = 0
         self._now = 0.0
@@ -142,7 +149,12 @@ class Harness:
             results=list(self._sink.results),
             dead=list(self._sink.dead_letters),
             history=history,
-            verdict=check(history, sent=sent, allow_repeats=self._broken),
+            verdict=check(
+                history,
+                sent=sent,
+                finished={(d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"},
+                allow_repeats=self._broken,
+            ),
             elapsed=self._now,
             epochs=self._epochs,
         )
@@ -163,12 +175,19 @@ class Harness:
 
         def done(deliveries: list[Delivery]) -> None:
             for delivery in deliveries:
-                marks[delivery.partition].done([delivery.offset])
+                trouble = delivery.trouble
+                if trouble is None or trouble.letter is None:
+                    marks[delivery.partition].done([delivery.offset])
+                    continue
+                if delivery.outcome is not Outcome.PARKED:
+                    self._redriven.add(trouble.letter)
+                redriver.done(delivery)
             moved.set()
             progressed.set()
 
         async def work() -> None:
-            await asyncio.gather(*(self._feed(engine, p, mark, moved) for p, mark in marks.items()))
+            feeds = [self._feed(engine, p, mark, moved) for p, mark in marks.items()]
+            await asyncio.gather(self._act(engine, redriver), *feeds)
             await engine.finish()
 
         async def commits() -> None:
@@ -177,10 +196,22 @@ class Harness:
                 await progressed.wait()
                 progressed.clear()
                 await asyncio.sleep(app.commit_interval)
-                self._commit(marks)
+                self._commit(marks, engine)
 
         async with open_pipeline(app) as steps:
-            engine = Engine(app, steps, self._sink, on_done=done, wall=loop.time, rng=self._rng.random)
+            engine = Engine(
+                app,
+                steps,
+                self._sink,
+                on_done=done,
+                fetch=lambda *asked: self._fetch(engine, *asked),
+                wall=loop.time,
+                rng=self._rng.random,
+            )
+            redriver = Redriver(engine)
+            redriving = self._actions and isinstance(self._actions[0], Redrive)
+            begun = redriving and self._actions[0].at <= loop.time()
+            engine.restore(self._kept, self._lanes(marks), [self._actions[0].key] if begun else ())
             tasks = [loop.create_task(work()), loop.create_task(commits())]
             drain_timeout = 0.0
             try:
@@ -197,12 +228,44 @@ class Harness:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await engine.drain(drain_timeout)  # 0 seconds: everything that runs is cancelled
             if drain_timeout:
-                self._commit(marks)
+                self._commit(marks, engine)
             else:
                 self._sink.crash()
         # The clock stands still while a thread runs: after this nothing is left of the epoch.
         await asyncio.sleep(1e-6)
         return not over
+
+    async def _act(self, engine: Engine, redriver: Redriver) -> None:
+        """What operators do. An action that a crash cuts off is taken up again by the next epoch."""
+        loop = asyncio.get_running_loop()
+        while self._actions:
+            action = self._actions[0]
+            await asyncio.sleep(max(0.0, action.at - loop.time()))
+            if isinstance(action, Release):
+                engine.stops.release(action.key)
+            elif isinstance(action, Skip):
+                engine.stops.skip(action.key)
+            else:
+                engine.stops.hold(action.key)
+                await redriver.settled([action.key])
+                await redriver.run(self._letters(action.key))
+                engine.stops.let_go(action.key)
+            while engine.promised:  # noqa: ASYNC110 - an order stands until what it did is written down
+                await asyncio.sleep(0.001)
+            self._actions.popleft()
+
+    def _letters(self, key: bytes) -> list[Found]:
+        """This lane's letters that have not been redriven, each message once."""
+        found: dict[tuple[int, int], Found] = {}
+        for letter, dead in enumerate(self._sink.dead_letters):
+            place = dead.partition, dead.offset
+            if dead.key == key and letter not in self._redriven and dead.kind != "archived":
+                record = self.log.records(self._app.source, dead.partition, start=dead.offset)[0]
+                if place in found:
+                    self._redriven.add(letter)
+                else:
+                    found[place] = Found(letter=letter, record=record, redrives=0)
+        return list(found.values())
 
     def _next_break(self) -> Crash | Drain:
         self._broken += 1
@@ -233,10 +296,38 @@ class Harness:
             raise KeylaneError(f"committed progress of partition {partition}: {restored.problem}")
         return Watermark(restored.progress)
 
-    def _commit(self, marks: dict[int, Watermark]) -> None:
+    def _commit(self, marks: dict[int, Watermark], engine: Engine) -> None:
+        self._kept = {
+            (partition, offset): kept
+            for partition, found in engine.course.kept().items()
+            for offset, kept in found.items()
+        }
         for partition, mark in marks.items():
             progress = mark.progress()
             self._committed[partition] = progress.watermark, encode(progress, LIMIT)
+
+    def _lanes(self, marks: dict[int, Watermark]) -> list[LaneRecord]:
+        """Lanes that an earlier epoch wrote down, unless their message is done by now."""
+        found = [
+            decode_lane(name, partition, value)
+            for (partition, name), value in self._sink.notes.items()
+            if name.startswith((LANE, KEYLESS))
+        ]
+        return [
+            record
+            for record in found
+            if record.stop is Stop.PARKED or marks[record.partition].wanted(record.offset)
+        ]
+
+    def _fetch(self, engine: Engine, ticket: int, partition: int, offsets: Sequence[int]) -> None:
+        """Read messages again that a stuck lane let go of."""
+        wanted = set(offsets)
+        records = [
+            record
+            for record in self.log.records(self._app.source, partition, start=min(wanted))
+            if record.offset() in wanted
+        ]
+        asyncio.get_running_loop().call_later(0.01, engine.returned, ticket, records, 0)
 
 
 class _Recorder:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from keylane.app import App
+    from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import DeadLetter
+    from keylane.engine.engine import Then
     from keylane.message import Headers
-    from keylane.testing.faults import Pause
+    from keylane.testing.faults import Pause, Refuse
     from keylane.testing.log import MemoryLog
 
     Place = tuple[str, int]  # a topic and a partition
@@ -48,14 +49,18 @@ class Dead:
     message: str
     traceback: str
     attempts: int
+    kind: str = "dead"
+    """``dead``, ``archived``, or ``parked``: then ``stage`` and all about the failure may be empty."""
+    park: int | None = None
+    """Where its lane was parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOver:
-    """What the sink will make durable: the write, and the delivery that is told."""
+    """What the sink will make durable: the write, and who is told."""
 
     write: Callable[[], None]
-    delivery: Delivery
+    tell: Callable[[], None]
 
 
 class MemorySink:
@@ -72,13 +77,16 @@ class MemorySink:
         rng: random.Random,
         latency: tuple[float, float],
         pauses: Sequence[Pause] = (),
+        refusals: Sequence[Refuse] = (),
     ) -> None:
         self.results: list[Written] = []
         self.dead_letters: list[Dead] = []
+        self.notes: dict[tuple[int, bytes], bytes] = {}  # the state topic
         self._sink, self._dlq = app.sink or "", app.dlq
         self._log = log
         self._rng = rng
         self._latency = latency
+        self._refusals = refusals
         self._pauses = sorted(pauses, key=lambda pause: pause.at)
         self._waiting: dict[Place, deque[_HandedOver]] = {}
         self._last: dict[Place, float] = {}  # when the newest of a place will be acknowledged
@@ -99,24 +107,50 @@ class MemorySink:
                 Written(key=key, value=value, headers=headers, partition=partition, offset=offset)
             )
 
-        self._hand_over((topic, partition), _HandedOver(write=write, delivery=delivery))
+        def tell() -> None:
+            delivery(None, None)
+            delivery.engine.settle()
 
-    def dead(self, delivery: Delivery, letter: DeadLetter) -> None:
-        """The message as it came, and why it is dead."""
+        self._hand_over((topic, partition), _HandedOver(write=write, tell=tell))
+
+    def letter(
+        self, delivery: Delivery, letter: DeadLetter | None, kind: str, park: int | None, then: Then
+    ) -> None:
+        """The message as it came, and why it is here."""
         dead = Dead(
             key=delivery.key,
             value=delivery.original,
             headers=list(delivery.headers),
             partition=delivery.partition,
             offset=delivery.offset,
-            stage=letter.stage,
-            error=letter.error,
-            message=letter.message,
-            traceback=letter.traceback,
-            attempts=letter.attempts,
+            stage=letter.stage if letter else "",
+            error=letter.error if letter else "",
+            message=letter.message if letter else "",
+            traceback=letter.traceback if letter else "",
+            attempts=letter.attempts if letter else 0,
+            kind=kind,
+            park=park,
         )
-        place = self._dlq, self._log.choose(self._dlq, delivery.key)
-        self._hand_over(place, _HandedOver(write=lambda: self.dead_letters.append(dead), delivery=delivery))
+        now = asyncio.get_running_loop().time()
+        refused = any(refusal.at <= now < refusal.at + refusal.for_ for refusal in self._refusals)
+        problem = "refused by the test" if refused else None
+
+        def write() -> None:
+            if problem is None:
+                self.dead_letters.append(dead)
+
+        self._hand_over((self._dlq, delivery.partition), _HandedOver(write=write, tell=lambda: then(problem)))
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
+        """A record of the state topic."""
+
+        def write() -> None:
+            if value is None:
+                self.notes.pop((partition, name), None)
+            else:
+                self.notes[partition, name] = value
+
+        self._hand_over(("state", partition), _HandedOver(write=write, tell=lambda: then(None)))
 
     def crash(self) -> None:
         """Nothing handed over so far is acknowledged; of each partition some, the oldest, is there all the same."""
@@ -142,5 +176,4 @@ class MemorySink:
         if waiting:
             handed_over = waiting.popleft()
             handed_over.write()
-            handed_over.delivery(None, None)
-            handed_over.delivery.engine.settle()
+            handed_over.tell()

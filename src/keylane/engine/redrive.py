@@ -1,0 +1,68 @@
+"""Letters on their way back into their lanes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keylane.engine.delivery import Delivery, Trouble
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from keylane.engine.engine import Engine
+    from keylane.message import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A letter to be redriven: its place among the dead letters, and the message that it was."""
+
+    letter: int
+    record: Record
+    redrives: int
+    """How often it was redriven before."""
+
+
+class Redriver:
+    """Runs letters of one engine again. Used on its loop only.
+
+    The lanes must be held (:meth:`Stops.hold`) before the letters are looked for, until all of them went through.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._left: set[Delivery] = set()
+        self._through: asyncio.Future[None] | None = None
+
+    async def settled(self, keys: Iterable[bytes]) -> None:
+        """Wait until nothing of these lanes is on its way to the dead letters: then all their letters are there."""
+        stops = self._engine.stops
+        while not all(stops.settled(key) for key in keys):  # noqa: ASYNC110 - seldom, and soon over
+            await asyncio.sleep(0.02)
+
+    async def run(self, found: Iterable[Found]) -> list[Delivery]:
+        """Run these letters, each lane's in the order of their source, and wait until all of them are done."""
+        lanes: dict[bytes | None, list[Delivery]] = {}
+        for one in sorted(found, key=lambda one: (one.record.partition(), one.record.offset())):
+            delivery = Delivery(one.record, self._engine)
+            trouble = delivery.trouble = Trouble()
+            trouble.letter, trouble.redrives = one.letter, one.redrives + 1
+            lanes.setdefault(delivery.key, []).append(delivery)
+        all_ = [delivery for lane in lanes.values() for delivery in lane]
+        if not all_:
+            return all_
+        self._left = set(all_)
+        self._through = asyncio.get_running_loop().create_future()
+        for key, deliveries in lanes.items():
+            for group in [deliveries] if key is not None else [[delivery] for delivery in deliveries]:
+                self._engine.stops.redrive(key, group)
+        await self._through
+        return all_
+
+    def done(self, delivery: Delivery) -> None:
+        """A redriven message is done; also one that stays parked."""
+        self._left.discard(delivery)
+        if not self._left and self._through is not None and not self._through.done():
+            self._through.set_result(None)

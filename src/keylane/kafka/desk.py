@@ -1,0 +1,189 @@
+"""Carries out what operators order, in the task that owns the lane: release, skip, redrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from keylane.core.outcome import Outcome
+from keylane.core.ranges import Ranges
+from keylane.engine.redrive import Found, Redriver
+from keylane.errors import KeylaneError
+from keylane.kafka.letter import Kind, Letter, LetterRecord
+from keylane.kafka.letters import Repeats, read_letters
+from keylane.kafka.orders import audit_name
+from keylane.kafka.state import REDRIVEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from keylane.app import App
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import Engine
+    from keylane.kafka.letter import Unreadable
+    from keylane.kafka.orders import Order
+    from keylane.kafka.output import KafkaOutput
+    from keylane.kafka.settings import KafkaSettings
+
+log = logging.getLogger("keylane.task")
+
+_AT_ONCE = 1000
+"""Letters that are redriven at once, at most: they are held in memory."""
+_AGAIN = 5.0
+
+
+class Desk:
+    """One task's. Used on its loop's thread.
+
+    ``redriven`` are the letters that were redriven, by partition, as the state topic says.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        output: KafkaOutput,
+        settings: KafkaSettings,
+        app: App,
+        owner: str,
+        redriven: dict[int, Ranges],
+        wall: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._output = output
+        self._settings = settings
+        self._app = app
+        self._owner = owner
+        self._wall = wall
+        self._redriver = Redriver(engine)
+        self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
+        self._changed: set[int] = set()  # partitions whose redriven letters are not written down
+        self._orders: dict[bytes, Order] = {}  # to redrive, by name
+        self._awake = asyncio.Event()
+
+    def take(self, order: Order) -> None:
+        """Carry out an order, or begin to."""
+        stops = self._engine.stops
+        if order.do == "redrive":
+            self._orders[order.name] = order
+            if order.key is not None:
+                stops.hold(order.key)
+            self._awake.set()
+            return
+        problem = stops.release(order.lane) if order.do == "release" else stops.skip(order.lane)
+        log.warning("%s by %s of lane %r: %s", order.do, order.who, order.lane, problem or "done")
+        self._answer(order, problem or "done", ok=problem is None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be redriven."""
+        return not self._orders
+
+    def done(self, delivery: Delivery) -> None:
+        """A redriven message is done."""
+        assert delivery.trouble is not None  # noqa: S101 - redriven messages have a letter
+        assert delivery.trouble.letter is not None  # noqa: S101
+        if delivery.outcome is not Outcome.PARKED:
+            self._mark(delivery.partition, delivery.trouble.letter)
+        self._redriver.done(delivery)
+
+    async def write_down(self) -> None:
+        """Write which letters were redriven, where that has changed."""
+        for partition in sorted(self._changed):
+            self._changed.discard(partition)
+            await self._output.state(partition, REDRIVEN, self._redriven[partition].encode())
+
+    async def run(self) -> None:
+        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
+        while True:
+            await self._awake.wait()
+            self._awake.clear()
+            by_partition: dict[int, list[Order]] = {}
+            for order in self._orders.values():
+                by_partition.setdefault(order.partition, []).append(order)
+            for partition, orders in by_partition.items():
+                try:
+                    await self._redrive(partition, orders)
+                except KeylaneError as error:
+                    log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _AGAIN)
+                    await asyncio.sleep(_AGAIN)
+                    self._awake.set()
+
+    async def _redrive(self, partition: int, orders: list[Order]) -> None:
+        stops = self._engine.stops
+        keys = [order.key for order in orders if order.key is not None]
+        await self._redriver.settled(keys)
+        parked = stops.held_parked & set(keys)
+        by_key = {order.key: order for order in orders}
+        counts: dict[bytes | None, Counter[Outcome]] = {order.key: Counter() for order in orders}
+        repeats = Repeats()
+        letters = await asyncio.to_thread(
+            read_letters,
+            self._settings,
+            self._app.dlq,
+            partitions=[partition],
+            start={partition: self._redriven.setdefault(partition, Ranges()).first_missing(0)},
+        )
+        wanted = self._wanted(letters, partition, by_key)
+        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
+            found = []
+            for letter in chunk:
+                if repeats.seen(letter):
+                    self._mark(partition, letter.offset)
+                elif letter.key in parked and letter.key not in stops.held_parked:
+                    counts[letter.key][Outcome.PARKED] += (
+                        1  # one before it failed again: it stays where it lies
+                    )
+                else:
+                    record = LetterRecord(letter)
+                    found.append(Found(letter=letter.offset, record=record, redrives=letter.redrives))
+            for delivery in await self._redriver.run(found):
+                counts[delivery.key][delivery.outcome] += 1
+        await self.write_down()
+        for order in orders:
+            count = counts[order.key]
+            if self._orders.get(order.name) is order:
+                del self._orders[order.name]
+                if order.key is not None:
+                    stops.let_go(order.key)
+            left = count[Outcome.DEAD] + count[Outcome.PARKED]
+            result = (
+                f"{count[Outcome.OK]} through, {count[Outcome.DEAD]} dead again, "
+                f"{count[Outcome.PARKED]} still parked"
+            )
+            log.warning("redrive by %s of lane %r: %s", order.who, order.key, result)
+            self._answer(order, result, ok=not left)
+
+    def _wanted(
+        self, letters: Iterator[Letter | Unreadable], partition: int, by_key: dict[bytes | None, Order]
+    ) -> Iterator[Letter]:
+        redriven = self._redriven[partition]
+        chosen = {
+            key: None if order.letters is None else frozenset(order.letters) for key, order in by_key.items()
+        }
+        for letter in letters:
+            if not isinstance(letter, Letter) or letter.kind is Kind.ARCHIVED or letter.offset in redriven:
+                continue
+            if letter.key in chosen:
+                of_lane = chosen[letter.key]
+                if of_lane is None or letter.offset in of_lane:
+                    yield letter
+
+    def _mark(self, partition: int, letter: int) -> None:
+        self._redriven.setdefault(partition, Ranges()).add(letter)
+        self._changed.add(partition)
+
+    def _answer(self, order: Order, result: str, *, ok: bool) -> None:
+        answer = {"result": result, "ok": ok, "owner": self._owner, "at": self._wall()}
+        self._output.note(
+            order.partition, audit_name(order.id, done=True), json.dumps(answer).encode(), _unheard
+        )
+        self._output.note(order.partition, order.name, None, _unheard)
+
+
+def _unheard(problem: str | None) -> None:
+    if problem is not None:
+        log.warning("an answer to an operator could not be written: %s", problem)

@@ -1,0 +1,177 @@
+"""Where dead letters go: their topic; a spool on this machine when the topic does not take them; else nowhere.
+
+A letter that neither takes is answered with why, and its lane stops: it never counts as done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+from confluent_kafka import KafkaException
+
+from keylane.errors import KeylaneError
+from keylane.kafka.frames import Spooled
+from keylane.kafka.letterhead import letter_headers
+from keylane.kafka.spool import Spool, default_folder
+
+if TYPE_CHECKING:
+    from confluent_kafka import Producer
+
+    from keylane.app import App
+    from keylane.core.letter import DeadLetter
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import Then
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.message import Headers
+
+log = logging.getLogger("keylane.kafka")
+
+TIMEOUT = 10.0
+"""Seconds that the topic has to take a letter."""
+_SHIP_EVERY = 5.0
+
+_producers: dict[KafkaSettings, Producer] = {}
+"""Spark uses a Python worker again for the next epoch: so is its producer. Made for the first letter only."""
+
+
+def _producer(settings: KafkaSettings) -> Producer:
+    if settings not in _producers:
+        # Apart from the results' producer: a letter is given up after a while, a result never.
+        _producers[settings] = settings.producer(
+            **{"message.timeout.ms": int(TIMEOUT * 1000), "linger.ms": 1}
+        )
+    return _producers[settings]
+
+
+class Graveyard:
+    """One task's dead letters. Used on the loop's thread; :meth:`poll` serves the topic's answers.
+
+    Letters of parked lanes do not go to the spool: their order in the topic is the lane's, and a spool of another
+    machine cannot keep it.
+    """
+
+    def __init__(self, settings: KafkaSettings, app: App) -> None:
+        self._settings = settings
+        self._app = app
+        self._loop = asyncio.get_running_loop()
+        self._made: Producer | None = None
+        self._sour = ""  # why the topic took no letter when it was last asked
+        self._spool = Spool(app.spool or default_folder(), app.name)
+
+    def letter(
+        self,
+        delivery: Delivery,
+        letter: DeadLetter | None,
+        kind: Literal["dead", "archived", "parked"],
+        park: int | None,
+        then: Then,
+    ) -> None:
+        """Write the message as it came, with the failure's context in added headers."""
+        unreadable = None
+        try:
+            headers: Headers = list(delivery.headers)
+        except UnicodeDecodeError as error:
+            headers, unreadable = [], str(error)
+        headers += letter_headers(
+            self._app.name,
+            self._app.version,
+            kind,
+            delivery.topic,
+            delivery.partition,
+            delivery.offset,
+            delivery.timestamp,
+            letter,
+            park,
+            delivery.trouble.redrives if delivery.trouble is not None else 0,
+            at=delivery.engine.wall(),
+            unreadable=unreadable,
+        )
+        entry = Spooled(
+            topic=self._app.dlq,
+            partition=delivery.partition,
+            key=delivery.key,
+            value=delivery.original,
+            headers=tuple(headers),
+            timestamp=delivery.timestamp,
+        )
+        if self._sour and kind != "parked":
+            self._to_spool(entry, self._sour, then)
+            return
+
+        def answered(problem: str | None) -> None:
+            self._sour = problem or ""
+            if problem is None or kind == "parked":
+                then(problem)
+            else:
+                self._to_spool(entry, problem, then)
+
+        self._send(entry, answered)
+
+    def poll(self) -> None:
+        """Serve what the topic has answered."""
+        if self._made is not None:
+            self._made.poll(0)
+
+    async def ship(self) -> None:
+        """For ever: send what waits in the spool, now and then. Letters of processes that died come along."""
+        while True:
+            try:
+                if await asyncio.to_thread(self._spool.waiting):
+                    sent = await asyncio.to_thread(self._spool.ship, self._send_from_thread)
+                    self._sour = ""
+                    log.info("%d dead letters from the spool are in topic %r now", sent, self._app.dlq)
+            except (KeylaneError, OSError) as error:
+                log.warning("dead letters wait in %s: %s", self._spool.folder, error)
+            await asyncio.sleep(_SHIP_EVERY)
+
+    def close(self) -> None:
+        """Let go of the spool's file; what is in it waits for the next task."""
+        self._spool.close()
+
+    def _send(self, entry: Spooled, then: Then) -> None:
+        if self._made is None:
+            self._made = _producer(self._settings)
+        produce: Any = self._made.produce
+
+        def report(error: Any, _message: Any) -> None:
+            then(None if error is None else error.str())
+
+        try:
+            produce(
+                entry.topic,
+                entry.value,
+                entry.key,
+                partition=entry.partition,
+                on_delivery=report,
+                timestamp=entry.timestamp or 0,
+                headers=list(entry.headers),
+            )
+        except (BufferError, KafkaException) as error:
+            self._loop.call_soon(then, str(error))
+
+    def _send_from_thread(self, entry: Spooled) -> Future[None]:
+        sent: Future[None] = Future()
+
+        def answered(problem: str | None) -> None:
+            if problem is None:
+                sent.set_result(None)
+            else:
+                sent.set_exception(KeylaneError(f"topic {entry.topic!r} takes no letters: {problem}"))
+
+        self._loop.call_soon_threadsafe(self._send, entry, answered)
+        return sent
+
+    def _to_spool(self, entry: Spooled, problem: str, then: Then) -> None:
+        log.error("topic %r takes no letters: %s; they go to %s", entry.topic, problem, self._spool.folder)
+        kept = self._loop.run_in_executor(None, self._spool.append, entry)
+
+        def answered(kept: asyncio.Future[None]) -> None:
+            error = kept.exception() if not kept.cancelled() else asyncio.CancelledError()
+            if error is not None:
+                self._sour = ""  # nothing waits that could be shipped, so only the next letter can find out
+            then(None if error is None else f"{problem}; and {error}")
+
+        kept.add_done_callback(answered)
