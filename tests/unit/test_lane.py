@@ -304,7 +304,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
         place = self.passed.setdefault(key, 0)
         order = self.order.setdefault(key, [])
         if lane is not None and lane.head is not None and lane.head.begun:
-            place += 1
+            place += lane.state is not LaneState.STOPPED
         items = [Item(next(self.redriven), key) for _ in range(number)]
         order[place:place] = [item.number for item in items]
         self.table.insert(key, items)
@@ -448,3 +448,30 @@ def test_an_entry_joins_a_lane_that_only_waits_for_acknowledgements() -> None:
     table.settle(first, done)
     assert done == [first, second]
     assert table.statistics().lanes == 0
+
+
+def test_what_is_put_before_entries_on_their_way_back_is_done_like_all_others() -> None:
+    asked: list[tuple[Lane[Item], list[int]]] = []
+    table: Table = LaneTable(fetch=lambda lane, _partition, offsets: asked.append((lane, list(offsets))))
+    done: list[Item] = []
+
+    def run() -> None:
+        while (lane := table.take()) is not None:
+            assert lane.head is not None
+            entry = lane.head
+            table.passed(lane)
+            table.settle(entry, done)
+
+    for number in range(200):
+        table.arrive(b"a", Item(number, b"a"), 0.0)
+    stopped = table.take()
+    assert stopped is not None
+    table.stop(stopped, 5.0)
+    table.resume(stopped)
+    run()
+    ((lane, offsets),) = asked
+    table.insert(b"a", [Item(-1, b"a"), Item(-2, b"a")])
+    table.returned(lane, [Item(number, b"a") for number in offsets], 0)
+    run()
+    assert sorted(item.number for item in done) == [-2, -1, *range(200)]
+    assert table.lanes == {}

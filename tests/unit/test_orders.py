@@ -215,7 +215,8 @@ def test_waiting_ends_soon_when_nothing_comes_from_the_app(log: StateLog) -> Non
         assert operator.standing() == [given]
 
 
-def test_an_app_that_has_given_a_sign_is_waited_for(log: StateLog) -> None:
+@pytest.mark.parametrize("sign", ["letters", "a word"])
+def test_an_app_that_has_given_a_sign_is_waited_for(sign: str, log: StateLog) -> None:
     with Operator(SETTINGS, "chat") as operator:
         given = operator.order("redrive", partition=0, key=b"k")
         began = time.monotonic()
@@ -225,7 +226,7 @@ def test_an_app_that_has_given_a_sign_is_waited_for(log: StateLog) -> None:
             nonlocal said
             if not said:
                 said = True
-                log.redriven(0, 1)
+                log.redriven(0, 1) if sign == "letters" else log.put(0, b"audit/x/begun", b"{}")
             if time.monotonic() - began > 0.5 and given in operator.standing():
                 log.answer(given)
 

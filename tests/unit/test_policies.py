@@ -160,6 +160,18 @@ def test_messages_that_come_while_a_lane_is_redriven_wait_for_it() -> None:
     assert 0 < sum(letter.kind == "parked" for letter in result.dead) < 30
 
 
+@pytest.mark.parametrize("latency", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("at", [1.9, 2.0, 2.03])
+def test_a_redrive_waits_for_letters_that_are_on_their_way(latency: float, at: float) -> None:
+    app = failing(is_bad(b"a", b"3", until=at), on_failure="park")
+    harness = Harness(app, partitions=1, latency=latency, faults=[Redrive(at=at, key=b"a")])
+    for number in range(50):
+        harness.send(key=b"a", value=b"%d" % number, at=number * 0.05)
+    result = harness.run()
+    result.verdict.raise_if_bad()
+    assert values(result, b"a") == list(range(50))
+
+
 def test_a_redriven_message_that_fails_again_stays_parked_and_does_not_loop() -> None:
     app = failing(is_bad(b"a", b"3", until=15), on_failure="park")
     result = run(app, [Redrive(at=10, key=b"a"), Redrive(at=20, key=b"a")])

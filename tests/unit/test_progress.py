@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keylane.core import progress as progress_module
+from keylane.core.pending import SPAN, Block, Pending
 from keylane.core.progress import LIMIT, decode, encode
-from keylane.core.watermark import SPAN, Block, Pending, Progress, Watermark
+from keylane.core.watermark import Progress, Watermark
 
 RECORD = 900_000
 """Characters that a record of the state topic takes."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keylane.errors import KeylaneError
 from keylane.kafka import spool as spooling
 from keylane.kafka.frames import MAGIC, Reader, Spooled, frame
-from keylane.kafka.spool import Spool, SpoolError, default_folder
+from keylane.kafka.spool import LetterRefusedError, Spool, SpoolError, default_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,6 +156,30 @@ def test_letters_come_again_until_every_one_of_their_file_is_acknowledged(spool:
     topic = Topic()
     assert spool.ship(topic.send) == 5
     assert [letter.key for letter in topic.took] == [b"k0", b"k1", b"k2", b"k3", b"k4"]
+
+
+def test_a_letter_that_is_refused_for_itself_stays_and_holds_up_no_other(spool: Spool) -> None:
+    took: list[bytes | None] = []
+    large = {b"k1", b"k3"}
+
+    def send(letter: Spooled) -> Future[None]:
+        answer: Future[None] = Future()
+        if letter.key in large:
+            answer.set_exception(LetterRefusedError("too large"))
+        else:
+            took.append(letter.key)
+            answer.set_result(None)
+        return answer
+
+    path = filled(spool, 0, 1, 2, 3, 4)
+    assert spool.ship(send) == 3
+    assert took == [b"k0", b"k2", b"k4"]
+    assert spool.waiting() == 2
+    assert files(spool) == [path]
+    large.clear()
+    assert spool.ship(send) == 2
+    assert took[3:] == [b"k1", b"k3"]
+    assert files(spool) == []
 
 
 def test_a_file_is_shipped_in_windows_and_removed_after_the_last_acknowledgement(

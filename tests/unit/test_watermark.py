@@ -9,10 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from keylane.core import pending as pending_module
 from keylane.core import progress as progress_module
 from keylane.core import watermark as watermark_module
+from keylane.core.pending import SPAN, Block, Pending
 from keylane.core.progress import decode, encode
-from keylane.core.watermark import SPAN, Block, Pending, Progress, Watermark
+from keylane.core.watermark import Progress, Watermark
 
 FRESH = Progress(watermark=0, position=0)
 
@@ -134,7 +136,7 @@ class StuckWatermarkAgainstSets(WatermarkAgainstSets):
     def __init__(self) -> None:
         self.patches = [
             mock.patch.object(watermark_module, "_PATIENCE", 2),
-            mock.patch.object(watermark_module, "_SPARSE", 2),
+            mock.patch.object(pending_module, "_SPARSE", 2),
             mock.patch.object(progress_module, "_GAPS_MAX", 3),
         ]
         for patch in self.patches:
@@ -307,7 +309,7 @@ def test_a_block_holds_what_a_set_holds(size: int, number: int, seed: int) -> No
             same = Block.of(number, sorted(held))
             assert one == same
             assert hash(one) == hash(same)
-            assert (one.bits is None) == (same.bits is None) == (one.count <= watermark_module._SPARSE)
+            assert (one.bits is None) == (same.bits is None) == (one.count <= pending_module._SPARSE)
     if smaller is not None:
         assert smaller.plus(sorted(gone & model)) == block
 

@@ -59,7 +59,9 @@ def redrive(
     name: App,
     positions: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PARTITION/OFFSET]...", help="Single letters, by place.", show_default=False),
+        typer.Argument(
+            metavar="PARTITION/OFFSET", help="Single letters, by their places in APP.dlq.", show_default=False
+        ),
     ] = None,
     bootstrap: Bootstrap = None,
     lane: Annotated[

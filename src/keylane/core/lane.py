@@ -231,7 +231,7 @@ class LaneTable(Generic[E]):
     def insert(self, key: Hashable, entries: Sequence[E]) -> Lane[E]:
         """Put entries, in their order, before everything in the lane that has not begun: a redrive.
 
-        A head that has begun stays the head, whatever it waits for.
+        A head that has begun stays the head, whatever it waits for, unless it has stopped.
         """
         for entry, then in pairwise(entries):
             entry.next = then
@@ -255,7 +255,7 @@ class LaneTable(Generic[E]):
             if lane.state is not LaneState.RETURNING:
                 lane.state = LaneState.READY
                 self.ready.append(lane)
-        elif lane.state is not LaneState.RUNNING and not lane.head.begun:
+        elif lane.state is LaneState.STOPPED or (lane.state is not LaneState.RUNNING and not lane.head.begun):
             last.next = lane.head
             if lane.first is lane.head:
                 lane.first = first

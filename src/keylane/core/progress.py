@@ -26,7 +26,8 @@ from itertools import accumulate, count
 from operator import add, sub
 from typing import TYPE_CHECKING
 
-from keylane.core.watermark import SHIFT, SPAN, Block, Pending, Progress
+from keylane.core.pending import SHIFT, SPAN, Block, Pending
+from keylane.core.watermark import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

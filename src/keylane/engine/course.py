@@ -81,7 +81,7 @@ class Course:
         """Whether a message that came back with attempts from before may run now; if not, its lane waits."""
         if trouble.due:
             wait = trouble.due - self._engine.wall()
-            trouble.due = 0.0
+            trouble.wakes, trouble.due = trouble.due, 0.0
             if wait > 0:
                 self.troubled[delivery.partition, delivery.offset] = delivery
                 self._engine.sleep(lane, wait)
@@ -91,19 +91,17 @@ class Course:
 
     def kept(self) -> dict[int, dict[int, Kept]]:
         """The attempts to write down, by partition and offset."""
-        now, wall = self._engine.now(), self._engine.wall()
         kept: dict[int, dict[int, Kept]] = {}
         for (partition, offset), delivery in self.troubled.items():
-            trouble, lane = delivery.trouble, delivery.lane
+            trouble = delivery.trouble
             if trouble is None or trouble.letter is not None:
                 continue
-            wait = max(0.0, lane.due - now) if lane is not None else 0.0
             kept.setdefault(partition, {})[offset] = Kept(
                 stage=trouble.stage,
                 attempt=trouble.attempt,
                 attempts=delivery.attempts,
                 since=trouble.since,
-                due=wall + wait,
+                due=trouble.wakes,
             )
         return kept
 
@@ -135,6 +133,7 @@ class Course:
         self.retries += 1
         self.hook("retry", delivery, error, wait)
         delivery.attempt = trouble.attempt
+        trouble.wakes = self._engine.wall() + wait
         self.troubled[delivery.partition, delivery.offset] = delivery
         self._engine.sleep(lane, wait)
 

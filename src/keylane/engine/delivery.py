@@ -21,13 +21,14 @@ class Trouble:
     Most messages have none. Written on the engine's loop.
     """
 
-    __slots__ = ("attempt", "due", "failures", "letter", "redrives", "since", "stage")
+    __slots__ = ("attempt", "due", "failures", "letter", "redrives", "since", "stage", "wakes")
 
     def __init__(self) -> None:
         self.stage = ""  # that failed last
         self.attempt = 1  # the next one there
         self.since = 0.0  # unix time of its first failure
-        self.due = 0.0  # unix time: it does not run before
+        self.due = 0.0  # unix time, from before a restart: it does not run before
+        self.wakes = 0.0  # unix time: when its backoff will end, to be written down
         self.failures: list[Failed] = []
         self.letter: int | None = None  # its place in the dead-letter topic: it is redriven from there
         self.redrives = 0

@@ -27,8 +27,8 @@ log = logging.getLogger("keylane.engine")
 _AGAIN = 5.0
 """Seconds until the letter of a parked lane is tried again."""
 
-Name = bytes | int
-"""A lane: its key, or the offset of a message without one."""
+Name = bytes | tuple[int, int]
+"""A lane: its key, or partition and offset of a message without one."""
 
 
 class Stops:
@@ -55,7 +55,7 @@ class Stops:
         if lane.key in self.held and not redriven and not delivery.begun:
             engine.table.stop(lane, engine.now())
             return False
-        name = delivery.key if delivery.key is not None else delivery.offset
+        name = delivery.key if delivery.key is not None else (delivery.partition, delivery.offset)
         record = self.records.get(name)
         if record is None:
             return True
@@ -223,8 +223,11 @@ class Stops:
             return "the lane is not blocked"
         self._forget(name, record)
         if lane is not None:  # else it has not come to its message yet
-            delivery: Delivery = lane.head  # type: ignore[assignment]  # a lane that is stopped has a head
-            delivery.trouble, delivery.attempt, delivery.error = None, 1, None
+            delivery: Delivery | None = lane.head
+            while delivery is not None and delivery.offset != record.offset:
+                delivery = delivery.next  # redriven messages were put before it
+            if delivery is not None:
+                delivery.trouble, delivery.attempt, delivery.error = None, 1, None
             del self._at[name]
             self._engine.resume(lane)
         return None
@@ -306,7 +309,7 @@ class Stops:
 
 
 def _name(record: LaneRecord) -> Name:
-    return record.key if record.key is not None else record.offset
+    return record.key if record.key is not None else (record.partition, record.offset)
 
 
 def _unheard(problem: str | None) -> None:

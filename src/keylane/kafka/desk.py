@@ -61,14 +61,16 @@ class Desk:
         self._redriver = Redriver(engine)
         self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
         self._changed: set[int] = set()  # partitions whose redriven letters are not written down
-        self._orders: dict[bytes, Order] = {}  # to redrive, by name
+        self._orders: dict[tuple[int, bytes], Order] = {}  # to redrive, by partition and name
         self._awake = asyncio.Event()
 
     def take(self, order: Order) -> None:
         """Carry out an order, or begin to."""
         stops = self._engine.stops
         if order.do == "redrive":
-            self._orders[order.name] = order
+            self._orders[order.partition, order.name] = order
+            begun = json.dumps({"owner": self._owner, "at": self._wall()}).encode()
+            self._output.note(order.partition, audit_name(order.id, begun=True), begun, _unheard)
             if order.key is not None:
                 stops.hold(order.key)
             self._awake.set()
@@ -120,20 +122,12 @@ class Desk:
         by_key = {order.key: order for order in orders}
         counts: dict[bytes | None, Counter[Outcome]] = {order.key: Counter() for order in orders}
         repeats = Repeats()
-        letters = await asyncio.to_thread(
-            read_letters,
-            self._settings,
-            self._app.dlq,
-            partitions=[partition],
-            start={partition: self._redriven.setdefault(partition, Ranges()).first_missing(0)},
-        )
-        wanted = self._wanted(letters, partition, by_key)
+        letters = await asyncio.to_thread(read_letters, self._settings, self._app.dlq, partitions=[partition])
+        wanted = self._wanted(letters, partition, by_key, repeats)
         while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
             found = []
             for letter in chunk:
-                if repeats.seen(letter):
-                    self._mark(partition, letter.offset)
-                elif letter.key in parked and letter.key not in stops.held_parked:
+                if letter.key in parked and letter.key not in stops.held_parked:
                     counts[letter.key][Outcome.PARKED] += (
                         1  # one before it failed again: it stays where it lies
                     )
@@ -145,8 +139,8 @@ class Desk:
         await self.write_down()
         for order in orders:
             count = counts[order.key]
-            if self._orders.get(order.name) is order:
-                del self._orders[order.name]
+            if self._orders.get((order.partition, order.name)) is order:
+                del self._orders[order.partition, order.name]
                 if order.key is not None:
                     stops.let_go(order.key)
             left = count[Outcome.DEAD] + count[Outcome.PARKED]
@@ -158,19 +152,28 @@ class Desk:
             self._answer(order, result, ok=not left)
 
     def _wanted(
-        self, letters: Iterator[Letter | Unreadable], partition: int, by_key: dict[bytes | None, Order]
+        self,
+        letters: Iterator[Letter | Unreadable],
+        partition: int,
+        by_key: dict[bytes | None, Order],
+        repeats: Repeats,
     ) -> Iterator[Letter]:
-        redriven = self._redriven[partition]
+        """The letters to redrive; one that stands there again, redriven or not, is not another one."""
+        redriven = self._redriven.setdefault(partition, Ranges())
         chosen = {
             key: None if order.letters is None else frozenset(order.letters) for key, order in by_key.items()
         }
         for letter in letters:
-            if not isinstance(letter, Letter) or letter.kind is Kind.ARCHIVED or letter.offset in redriven:
+            if not isinstance(letter, Letter) or letter.kind is Kind.ARCHIVED or letter.key not in chosen:
                 continue
-            if letter.key in chosen:
-                of_lane = chosen[letter.key]
-                if of_lane is None or letter.offset in of_lane:
-                    yield letter
+            seen = repeats.seen(letter)
+            of_lane = chosen[letter.key]
+            if letter.offset in redriven or (of_lane is not None and letter.offset not in of_lane):
+                continue
+            if seen:
+                self._mark(partition, letter.offset)
+            else:
+                yield letter
 
     def _mark(self, partition: int, letter: int) -> None:
         self._redriven.setdefault(partition, Ranges()).add(letter)
@@ -181,7 +184,11 @@ class Desk:
         self._output.note(
             order.partition, audit_name(order.id, done=True), json.dumps(answer).encode(), _unheard
         )
-        self._output.note(order.partition, order.name, None, _unheard)
+        if (
+            order.partition,
+            order.name,
+        ) not in self._orders:  # else a newer order of this lane stands there by now
+            self._output.note(order.partition, order.name, None, _unheard)
 
 
 def _unheard(problem: str | None) -> None:

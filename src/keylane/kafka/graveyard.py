@@ -10,14 +10,17 @@ import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
+from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
 from keylane.errors import KeylaneError
 from keylane.kafka.frames import Spooled
 from keylane.kafka.letterhead import letter_headers
-from keylane.kafka.spool import Spool, default_folder
+from keylane.kafka.spool import LetterRefusedError, Spool, default_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from confluent_kafka import Producer
 
     from keylane.app import App
@@ -32,6 +35,13 @@ log = logging.getLogger("keylane.kafka")
 TIMEOUT = 10.0
 """Seconds that the topic has to take a letter."""
 _SHIP_EVERY = 5.0
+_FOR_ITSELF = (
+    ClientError.MSG_SIZE_TOO_LARGE,
+    ClientError.RECORD_LIST_TOO_LARGE,
+    ClientError.INVALID_RECORD,
+    ClientError.INVALID_MSG_SIZE,
+)
+"""What a topic says of a single letter."""
 
 _producers: dict[KafkaSettings, Producer] = {}
 """Spark uses a Python worker again for the next epoch: so is its producer. Made for the first letter only."""
@@ -59,6 +69,7 @@ class Graveyard:
         self._loop = asyncio.get_running_loop()
         self._made: Producer | None = None
         self._sour = ""  # why the topic took no letter when it was last asked
+        self._sour_until = 0.0  # then it is asked again
         self._spool = Spool(app.spool or default_folder(), app.name)
 
     def letter(
@@ -97,12 +108,13 @@ class Graveyard:
             headers=tuple(headers),
             timestamp=delivery.timestamp,
         )
-        if self._sour and kind != "parked":
+        if self._sour and self._loop.time() < self._sour_until and kind != "parked":
             self._to_spool(entry, self._sour, then)
             return
 
-        def answered(problem: str | None) -> None:
-            self._sour = problem or ""
+        def answered(problem: str | None, alone: bool) -> None:
+            self._sour = "" if alone else problem or ""
+            self._sour_until = self._loop.time() + _SHIP_EVERY
             if problem is None or kind == "parked":
                 then(problem)
             else:
@@ -121,8 +133,9 @@ class Graveyard:
             try:
                 if await asyncio.to_thread(self._spool.waiting):
                     sent = await asyncio.to_thread(self._spool.ship, self._send_from_thread)
-                    self._sour = ""
-                    log.info("%d dead letters from the spool are in topic %r now", sent, self._app.dlq)
+                    if sent:
+                        self._sour = ""
+                        log.info("%d dead letters from the spool are in topic %r now", sent, self._app.dlq)
             except (KeylaneError, OSError) as error:
                 log.warning("dead letters wait in %s: %s", self._spool.folder, error)
             await asyncio.sleep(_SHIP_EVERY)
@@ -131,13 +144,14 @@ class Graveyard:
         """Let go of the spool's file; what is in it waits for the next task."""
         self._spool.close()
 
-    def _send(self, entry: Spooled, then: Then) -> None:
+    def _send(self, entry: Spooled, then: Callable[[str | None, bool], None]) -> None:
+        """``then(problem, alone)``: whether the letter itself was refused, not any letter."""
         if self._made is None:
             self._made = _producer(self._settings)
         produce: Any = self._made.produce
 
         def report(error: Any, _message: Any) -> None:
-            then(None if error is None else error.str())
+            then(None if error is None else error.str(), error is not None and error.code() in _FOR_ITSELF)
 
         try:
             produce(
@@ -150,14 +164,17 @@ class Graveyard:
                 headers=list(entry.headers),
             )
         except (BufferError, KafkaException) as error:
-            self._loop.call_soon(then, str(error))
+            alone = isinstance(error, KafkaException) and error.args[0].code() in _FOR_ITSELF
+            self._loop.call_soon(then, str(error), alone)
 
     def _send_from_thread(self, entry: Spooled) -> Future[None]:
         sent: Future[None] = Future()
 
-        def answered(problem: str | None) -> None:
+        def answered(problem: str | None, alone: bool) -> None:
             if problem is None:
                 sent.set_result(None)
+            elif alone:
+                sent.set_exception(LetterRefusedError(f"topic {entry.topic!r}: {problem}"))
             else:
                 sent.set_exception(KeylaneError(f"topic {entry.topic!r} takes no letters: {problem}"))
 

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from confluent_kafka import Producer
+
     from keylane.core.ranges import Ranges
     from keylane.core.record import LaneRecord
     from keylane.kafka.orders import Deed
     from keylane.kafka.settings import KafkaSettings
 
-_DONE = b"/done"
 _AT_A_TIME = 50
 """How often the state is polled in one go: it hands over a hundred records each time."""
 _GRACE = 3.0
@@ -100,6 +101,7 @@ class Operator:
         self.app = app
         self._settings = settings
         self._topic = f"{app}.state"
+        self._producer: Producer | None = None
         partitions = Cluster(settings).topics().get(self._topic)
         if partitions is None:
             raise NeverRanError(
@@ -143,7 +145,7 @@ class Operator:
         stand = {order.id for order in self._state.orders.values()}
         actions = []
         for name, (partition, value) in self._state.audits.items():
-            if name.endswith(_DONE):
+            if _by_the_app(name):
                 continue
             try:
                 found = json.loads(value)
@@ -185,7 +187,9 @@ class Operator:
 
         Raises KafkaError when one of them was not taken.
         """
-        producer = self._settings.producer(**{"message.timeout.ms": int(TIMEOUT * 1000)})
+        if self._producer is None:  # it takes half a second to be ready: made once, for the first order
+            self._producer = self._settings.producer(**{"message.timeout.ms": int(TIMEOUT * 1000)})
+        producer = self._producer
         failed: list[str] = []
 
         def report(error: object, _message: object) -> None:
@@ -289,13 +293,18 @@ class Operator:
     def _signs(self) -> object:
         """Of life: what only a running app changes."""
         state = self._state
-        done = sum(name.endswith(_DONE) for name in state.audits)
+        said = sum(map(_by_the_app, state.audits))
         redriven = {partition: len(ranges) for partition, ranges in state.redriven.items()}
-        return done, redriven, dict(state.lanes), dict(state.attempts)
+        return said, redriven, dict(state.lanes), dict(state.attempts)
 
     def _follow(self) -> None:
         for _ in range(_AT_A_TIME):
             self._state.poll()
+
+
+def _by_the_app(name: bytes) -> bool:
+    """Whether this record of the audit is about an order that a task has taken: ``audit/<id>/…``."""
+    return name.count(b"/") > 1
 
 
 def new_order(

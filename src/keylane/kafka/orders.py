@@ -46,9 +46,9 @@ class Order:
         return ORDER + lane
 
     @property
-    def lane(self) -> bytes | int:
-        """As the engine calls it: its key, or the offset of a message without one."""
-        return self.key if self.key is not None else self.offset
+    def lane(self) -> bytes | tuple[int, int]:
+        """As the engine calls it: its key, or partition and offset of a message without one."""
+        return self.key if self.key is not None else (self.partition, self.offset)
 
     def encode(self) -> bytes:
         """For :func:`decode_order`."""
@@ -99,6 +99,6 @@ def me() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def audit_name(order_id: str, *, done: bool = False) -> bytes:
+def audit_name(order_id: str, *, done: bool = False, begun: bool = False) -> bytes:
     """The record's key in the state topic."""
-    return AUDIT + order_id.encode() + (b"/done" if done else b"")
+    return AUDIT + order_id.encode() + (b"/done" if done else b"/begun" if begun else b"")

@@ -38,6 +38,10 @@ class SpoolError(KeylaneError):
     """A letter could not be kept; says why, and what to do."""
 
 
+class LetterRefusedError(KeylaneError):
+    """The topic takes letters, but never this one."""
+
+
 def default_folder() -> Path:
     """``$KEYLANE_SPOOL``, or ``keylane/spool`` in this user's folder for state. Raises SpoolError if there is none."""
     if given := os.environ.get("KEYLANE_SPOOL"):
@@ -109,7 +113,8 @@ class Spool:
 
         ``send`` hands one over and returns a future that is done when it is acknowledged. What it raises, or the
         future, is raised here; SpoolError when no acknowledgement comes for ``timeout`` seconds. What was not
-        acknowledged stays, and comes again with the rest of its file, so a topic may get a letter twice.
+        acknowledged stays, and comes again with the rest of its file, so a topic may get a letter twice. A letter that
+        is refused for itself (:class:`LetterRefusedError`) stays, and holds up no other.
         Files that another process writes or ships are left to it.
         """
         with self._shipping:
@@ -146,7 +151,7 @@ class Spool:
             if not _own(fd, path):
                 return 0
             reader = Reader(fd)
-            sent = _send(reader, send, timeout)
+            sent, refused = _send(reader, send, timeout)
             if reader.torn:
                 log.warning(
                     "%s ends in %d bytes of a letter that was not written to its end; its process died",
@@ -163,6 +168,9 @@ class Spool:
                     sent,
                     aside,
                 )
+            elif refused:
+                _replace(path, [letter for letter, _ in refused])
+                log.error("%d dead letters stay in %s: %s", len(refused), path, refused[0][1])
             else:
                 path.unlink()
             return sent
@@ -243,23 +251,47 @@ def _fsync(folder: Path) -> None:
         os.close(fd)
 
 
-def _send(letters: Iterable[Spooled], send: Callable[[Spooled], Future[None]], timeout: float) -> int:
-    """Send in windows; returns when all are acknowledged."""
+_Sent = list[tuple[Spooled, "Future[None]"]]
+_Refused = list[tuple[Spooled, "LetterRefusedError"]]
+
+
+def _send(
+    letters: Iterable[Spooled], send: Callable[[Spooled], Future[None]], timeout: float
+) -> tuple[int, _Refused]:
+    """Send in windows; returns when all are answered: how many are there, and which were refused for themselves."""
     sent, size = 0, 0
-    window: list[Future[None]] = []
+    refused: _Refused = []
+    window: _Sent = []
     for letter in letters:
-        window.append(send(letter))
+        window.append((letter, send(letter)))
         sent += 1
         size += len(letter.value or b"")
         if len(window) >= WINDOW_LETTERS or size >= WINDOW_BYTES:
-            _wait(window, timeout)
+            refused += _wait(window, timeout)
             window, size = [], 0
-    _wait(window, timeout)
-    return sent
+    refused += _wait(window, timeout)
+    return sent - len(refused), refused
 
 
-def _wait(window: list[Future[None]], timeout: float) -> None:
-    for future in window:
+def _wait(window: _Sent, timeout: float) -> _Refused:
+    refused: _Refused = []
+    for letter, future in window:
         if not wait([future], timeout).done:
             raise SpoolError(f"dead letters stay in the spool: no acknowledgement came within {timeout:g} s")
-        future.result()
+        try:
+            future.result()
+        except LetterRefusedError as error:
+            refused.append((letter, error))
+    return refused
+
+
+def _replace(path: Path, letters: Iterable[Spooled]) -> None:
+    """Leave only these letters in the file; at every moment it is there, whole, as it was or as it is to be."""
+    fresh = path.with_suffix(".fresh")
+    with fresh.open("wb") as file:
+        for letter in letters:
+            file.write(frame(letter))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    _fsync(path.parent)

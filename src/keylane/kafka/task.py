@@ -51,6 +51,8 @@ _CONTROL = 0.1
 _COLLECT_EVERY = 10.0
 _COLLECT_BELOW = 5_000
 _COLLECT_AT_LEAST = 60.0
+_STATE_RATE = 100_000.0
+"""Characters of progress per second and partition that go to the state topic, about."""
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -97,6 +99,7 @@ class Task:
         self._watermarks: dict[int, Watermark] = {}
         self._committed: dict[int, Progress] = {}
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
+        self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
         self._desk: Desk | None = None
         self._shares: dict[int, Share] = {}
         self._abandoned = threading.Event()  # Spark no longer wants the outcomes
@@ -175,6 +178,8 @@ class Task:
                 loop.create_task(desk.run()),
                 loop.create_task(graveyard.ship()),
             ]
+            for job in background:
+                job.add_done_callback(lambda job: _told(job, engine))
             try:
                 await self._until_over(engine, desk, fetcher, state, deadline)
                 fetcher.stop_fetching()
@@ -194,7 +199,7 @@ class Task:
                 await asyncio.gather(*background, return_exceptions=True)
                 fetcher.stop_fetching()
                 with contextlib.suppress(KeylaneError) if engine.failure.done() else contextlib.nullcontext():
-                    await self._commit(engine, fetcher, output)
+                    await self._commit(engine, fetcher, output, final=True)
                 with contextlib.suppress(KeylaneError):
                     await self._last_words(engine, output)
                 await asyncio.to_thread(fetcher.close)
@@ -420,10 +425,13 @@ class Task:
             except KafkaError as error:
                 log.warning("%s: %s; tried again in %g s", self.owner, error, self._app.commit_interval)
 
-    async def _commit(self, engine: Engine, fetcher: Fetcher, output: KafkaOutput) -> None:
+    async def _commit(
+        self, engine: Engine, fetcher: Fetcher, output: KafkaOutput, *, final: bool = False
+    ) -> None:
         """Write down how far the task is, where that has changed.
 
-        What does not fit beside an offset goes to the state topic first; only then the offset says so.
+        What does not fit beside an offset goes to the state topic first; only then the offset says so. A large record
+        is not written every time: behind a stuck lane there are megabytes of them.
         """
         kept = engine.course.kept()
         for partition in kept.keys() | self._attempts.keys():
@@ -441,16 +449,29 @@ class Task:
             if progress == self._committed.get(partition):
                 continue
             changed[partition] = progress
-            metadata = encode(progress)
+            metadata = encode(progress, MAX_PROGRESS)
             if len(metadata) > LIMIT:
-                text = metadata if len(metadata) <= MAX_PROGRESS else encode(progress, MAX_PROGRESS)
-                await output.state(partition, PROGRESS, f"{progress.watermark} {text}".encode())
+                if not final and time.monotonic() < self._not_before.get(partition, 0.0):
+                    del changed[partition]
+                    continue
+                self._not_before[partition] = time.monotonic() + len(metadata) / _STATE_RATE
+                await output.state(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
                 metadata = ELSEWHERE
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         if offsets:
             await asyncio.wait_for(asyncio.wrap_future(fetcher.commit(offsets)), TIMEOUT)
             self._committed.update(changed)
-            engine.stops.committed(lambda partition, offset: self._committed[partition].is_done(offset))
+            engine.stops.committed(
+                lambda partition, offset: (
+                    partition in self._committed and self._committed[partition].is_done(offset)
+                )
+            )
+
+
+def _told(job: asyncio.Task[None], engine: Engine) -> None:
+    """A background job that ends by itself ends the task: nothing of it may be missing without a word."""
+    if not job.cancelled() and (error := job.exception()) is not None:
+        engine.fail(error)
 
 
 def _on(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *given: object) -> None:
