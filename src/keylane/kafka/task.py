@@ -459,7 +459,10 @@ class Task:
                 metadata = ELSEWHERE
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         if offsets:
-            await asyncio.wait_for(asyncio.wrap_future(fetcher.commit(offsets)), TIMEOUT)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(fetcher.commit(offsets)), TIMEOUT)
+            except TimeoutError:
+                raise KafkaError(f"progress was not committed within {TIMEOUT:g} s") from None
             self._committed.update(changed)
             engine.stops.committed(
                 lambda partition, offset: (
