@@ -23,6 +23,7 @@ lint: dev-env ## ruff and mypy
 
 bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench.blocked
 
 soak: dev-env ## the long campaigns: random cases, many seeds (SEEDS=1000)
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py

@@ -127,3 +127,28 @@ def test_no_broker_given_and_none_there(tmp_path: Path) -> None:
     ran = keylane("run", "shop:app", "--bootstrap", "127.0.0.1:9", folder=tmp_path)
     assert ran.returncode == 2
     assert "no Kafka broker answered at 127.0.0.1:9" in ran.stderr
+
+
+@pytest.mark.timeout(120)
+def test_caught_up_but_for_a_stopped_lane_is_told_and_is_no_success(
+    log: Log, broker: Broker, name: str, tmp_path: Path
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    app = APP.format(name=name, history=str(tmp_path / "history"))
+    app = app.replace(f'sink="{name}.out"', f'sink="{name}.out", on_failure="block"')
+    (tmp_path / "shop.py").write_text(app.replace('raise Transient("not yet")', 'raise ValueError("never")'))
+    sent = log.send(f"{name}.in", [{"key": b"k%d" % (i % 4), "value": b"%d" % i} for i in range(40)])
+    run = ("run", "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]", "--until-caught-up")
+    for _ in range(2):  # found stopped by the second run as well
+        told = keylane(*run, "--json", folder=tmp_path)
+        assert told.returncode == 1, told.stderr
+        facts = json.loads(told.stdout)
+        assert facts["ended"] == "caught up"
+        assert 0 < facts["stopped_lanes"] <= 4
+        assert f"keylane lanes list {name}" in " ".join(told.stderr.split())
+    listed = json.loads(
+        keylane("lanes", "list", name, "--json", "--bootstrap", broker.bootstrap, folder=tmp_path).stdout
+    )
+    assert len(listed) == facts["stopped_lanes"]
+    verdict = check(read_history(tmp_path / "history"), sent=sent, allow_repeats=0, min_seen=0.1)
+    assert set(verdict.tally) <= {"lost"}, verdict

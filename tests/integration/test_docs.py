@@ -106,8 +106,24 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     assert facts["epochs"] >= 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo"], ["run"], ["broker"], ["broker", "start"], ["seed"]])
-def test_help_teaches(arguments: list[str], tmp_path: Path) -> None:
-    told = run(["keylane", *arguments, "--help"], tmp_path)
+COMMANDS = [
+    "",
+    "demo",
+    "run",
+    "broker",
+    "broker start",
+    "seed",
+    "dlq",
+    "dlq list",
+    "dlq redrive",
+    "lanes",
+    "lanes skip",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(command: str, tmp_path: Path) -> None:
+    told = run(["keylane", *command.split(), "--help"], tmp_path)
     assert "Usage:" in told
     assert len(told.splitlines()) > 8
+    assert "\\b" not in told

@@ -91,7 +91,7 @@ def demo(
     ] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    r"""See it at work: thousands of chats through a four-stage pipeline, one message in ten failing at first.
+    """See it at work: thousands of chats through a four-stage pipeline, one message in ten failing at first.
 
     Starts a real Kafka broker, offers the load, runs the app on Spark, reads the results back and judges them: order
     inside each chat, losses, duplicates, latency. Everything it starts it stops. Takes about a minute, the first time
@@ -100,7 +100,7 @@ def demo(
     \b
     keylane demo
     keylane demo --messages 60000 --rate 2000 --keys 2000
-    """
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     if messages < 1 or keys < 1 or rate <= 0:
         raise SettingsError("--messages and --keys need at least 1, --rate a number above 0")
     console = Console(stderr=True)

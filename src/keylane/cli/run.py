@@ -63,7 +63,7 @@ def run(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the end result as one JSON object.")] = False,
 ) -> None:
-    r"""Run an app until Ctrl-C or SIGTERM, which drain it: what is running is finished and committed first.
+    """Run an app until Ctrl-C or SIGTERM, which drain it: what is running is finished and committed first.
 
     The module is looked for in the current folder and in the installed packages. Progress goes to the Kafka group named
     after the app, so the next run goes on where this one ended.
@@ -72,7 +72,7 @@ def run(
     keylane run shop.orders:app --bootstrap localhost:9092
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
-    """
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     given = _options(option or [])
     given |= {"epoch": epoch, "availableNow": until_caught_up}
     given |= {

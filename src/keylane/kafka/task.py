@@ -16,28 +16,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvloop
-from confluent_kafka import Producer, TopicPartition
 
-from keylane.core.progress import LIMIT, encode
-from keylane.core.record import Stop, encode_kept
-from keylane.core.watermark import Progress, Watermark
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import FloodError, KafkaError, KeylaneError
-from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.kafka.books import Books
 from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
-from keylane.kafka.state import ATTEMPTS, ELSEWHERE, FLOOD, MAX_PROGRESS, PROGRESS, REST, State
+from keylane.kafka.state import FLOOD, REST, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from confluent_kafka import Producer
+
     from keylane.app import App
-    from keylane.core.record import Kept
     from keylane.engine.delivery import Delivery
     from keylane.engine.pipeline import Step
     from keylane.kafka.settings import KafkaSettings
@@ -51,8 +48,6 @@ _CONTROL = 0.1
 _COLLECT_EVERY = 10.0
 _COLLECT_BELOW = 5_000
 _COLLECT_AT_LEAST = 60.0
-_STATE_RATE = 100_000.0
-"""Characters of progress per second and partition that go to the state topic, about."""
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -96,10 +91,7 @@ class Task:
         self.owner = f"{socket.gethostname()}:{os.getpid()}/{plan.task}"
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
         self._rows: list[Delivery] = []
-        self._watermarks: dict[int, Watermark] = {}
-        self._committed: dict[int, Progress] = {}
-        self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
-        self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
+        self._books = Books(app, plan.settings)
         self._desk: Desk | None = None
         self._shares: dict[int, Share] = {}
         self._abandoned = threading.Event()  # Spark no longer wants the outcomes
@@ -134,7 +126,7 @@ class Task:
         async with open_pipeline(app) as steps:
             producer = _producer(plan.settings)
             state = State(plan.settings, app.name, app.state, plan.starts, plan.run)
-            starts = await asyncio.to_thread(self._restore, state)
+            starts = await asyncio.to_thread(self._books.restore, state, plan.starts)
             consumer = plan.settings.consumer(app.name)
             graveyard = Graveyard(plan.settings, app)
             output = KafkaOutput(producer, graveyard, app, limit=plan.sink_limit)
@@ -156,7 +148,7 @@ class Task:
             desk = self._desk = Desk(
                 engine, output, plan.settings, app, self.owner, state.redriven, time.time
             )
-            self._restore_lanes(engine, state, output)
+            self._books.restore_lanes(state, engine, output)
 
             fetcher = Fetcher(
                 consumer,
@@ -169,11 +161,12 @@ class Task:
                 crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
             )
             self._shares = fetcher.shares
+            self._books.open(engine, fetcher, output, desk)
             fetcher.start()
             log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
             background = [
                 loop.create_task(self._pump(engine, output)),
-                loop.create_task(self._commit_now_and_then(engine, fetcher, output)),
+                loop.create_task(self._commit_now_and_then()),
                 loop.create_task(self._collect_garbage(engine)),
                 loop.create_task(desk.run()),
                 loop.create_task(graveyard.ship()),
@@ -199,7 +192,7 @@ class Task:
                 await asyncio.gather(*background, return_exceptions=True)
                 fetcher.stop_fetching()
                 with contextlib.suppress(KeylaneError) if engine.failure.done() else contextlib.nullcontext():
-                    await self._commit(engine, fetcher, output, final=True)
+                    await self._books.write(final=True)
                 with contextlib.suppress(KeylaneError):
                     await self._last_words(engine, output)
                 await asyncio.to_thread(fetcher.close)
@@ -229,46 +222,6 @@ class Task:
                 os._exit(70)
             await asyncio.sleep(0.02)
 
-    # Start.
-
-    def _restore(self, state: State) -> dict[int, int]:
-        """Where each partition's reading begins: the group's progress, or the plan's."""
-        app, plan = self._app, self._plan
-        state.restore()
-        if state.flooded:
-            raise FloodError(state.flooded)
-        found = Cluster(plan.settings).committed(app.name, app.source, plan.starts)
-        starts = {}
-        for partition, fallback in plan.starts.items():
-            offset, metadata = found.get(partition, (fallback, None))
-            restored = state.progress(partition, offset, metadata)
-            if restored.problem:
-                log.warning(
-                    "%s/%d: %s; messages after %d run again", app.source, partition, restored.problem, offset
-                )
-            self._watermarks[partition] = Watermark(restored.progress)
-            if partition in found:
-                self._committed[partition] = restored.progress
-            starts[partition] = restored.progress.watermark
-        return starts
-
-    def _restore_lanes(self, engine: Engine, state: State, output: KafkaOutput) -> None:
-        """Attempts, stopped lanes and standing orders, as they were written down."""
-        kept = {
-            (partition, offset): one
-            for partition, found in state.attempts.items()
-            for offset, one in found.items()
-        }
-        self._attempts = dict(state.attempts)
-        lanes = []
-        for (partition, name), record in state.lanes.items():
-            if record.stop is Stop.PARKED or self._watermarks[partition].wanted(record.offset):
-                lanes.append(record)
-            else:  # its message was done, or the group was moved past it
-                output.note(partition, name, None, lambda _problem: None)
-        redrives = [order.key for order in state.orders.values() if order.do == "redrive"]
-        engine.restore(kept, lanes, [key for key in redrives if key is not None])
-
     # While it runs, on the loop.
 
     def _reread(self, engine: Engine, part: Reread) -> None:
@@ -283,7 +236,7 @@ class Task:
                 len(part.missing),
                 part.missing[0],
             )
-            self._watermarks[part.partition].done(part.missing)
+            self._books.watermarks[part.partition].done(part.missing)
         engine.returned(part.ticket, part.records, len(part.missing))
 
     def _let_go(self, partition: int, count: int) -> None:
@@ -300,7 +253,7 @@ class Task:
             else:
                 group.append(record)
         for partition, group in by_partition.items():
-            watermark = self._watermarks[partition]
+            watermark = self._books.watermarks[partition]
             reached = group[-1].offset() + 1
             if watermark.restoring:
                 wanted = [record for record in group if watermark.wanted(record.offset())]
@@ -314,7 +267,7 @@ class Task:
                 watermark.reach(reached)
         for partition, end in batch.ends.items():
             if not engine.draining:
-                self._watermarks[partition].reach(end)
+                self._books.watermarks[partition].reach(end)
 
     def _done(self, deliveries: list[Delivery]) -> None:
         offsets: dict[int, list[int]] = {}
@@ -327,7 +280,7 @@ class Task:
             else:
                 group.append(delivery.offset)
         for partition, group in offsets.items():
-            self._watermarks[partition].done(group)
+            self._books.watermarks[partition].done(group)
             self._shares[partition].done += len(group)
         if self._plan.outcomes == "all":
             self._rows += deliveries
@@ -398,9 +351,9 @@ class Task:
     def _caught_up(self, engine: Engine) -> bool:
         """Everything below ``until`` was seen, and is done or stands in a stopped lane."""
         until = self._plan.until or {}
-        if sum(mark.pending for mark in self._watermarks.values()) != engine.held:
+        if sum(mark.pending for mark in self._books.watermarks.values()) != engine.held:
             return False
-        return all(mark.position >= until[p] for p, mark in self._watermarks.items())
+        return all(mark.position >= until[p] for p, mark in self._books.watermarks.items())
 
     async def _last_words(self, engine: Engine, output: KafkaOutput) -> None:
         """What the planner, or a task that tries again, has to know."""
@@ -415,60 +368,13 @@ class Task:
             for partition, until in plan.until.items():
                 await output.state(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
 
-    # Progress.
-
-    async def _commit_now_and_then(self, engine: Engine, fetcher: Fetcher, output: KafkaOutput) -> None:
+    async def _commit_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(self._app.commit_interval)
             try:
-                await self._commit(engine, fetcher, output)
+                await self._books.write()
             except KafkaError as error:
                 log.warning("%s: %s; tried again in %g s", self.owner, error, self._app.commit_interval)
-
-    async def _commit(
-        self, engine: Engine, fetcher: Fetcher, output: KafkaOutput, *, final: bool = False
-    ) -> None:
-        """Write down how far the task is, where that has changed.
-
-        What does not fit beside an offset goes to the state topic first; only then the offset says so. A large record
-        is not written every time: behind a stuck lane there are megabytes of them.
-        """
-        kept = engine.course.kept()
-        for partition in kept.keys() | self._attempts.keys():
-            now = kept.get(partition, {})
-            if now != self._attempts.get(partition, {}):
-                value = encode_kept(now, MAX_PROGRESS) if now else None
-                await output.state(partition, ATTEMPTS, value)
-                self._attempts[partition] = now
-        if self._desk is not None:
-            await self._desk.write_down()
-        changed = {}
-        offsets = []
-        for partition, mark in self._watermarks.items():
-            progress = mark.progress()
-            if progress == self._committed.get(partition):
-                continue
-            changed[partition] = progress
-            metadata = encode(progress, MAX_PROGRESS)
-            if len(metadata) > LIMIT:
-                if not final and time.monotonic() < self._not_before.get(partition, 0.0):
-                    del changed[partition]
-                    continue
-                self._not_before[partition] = time.monotonic() + len(metadata) / _STATE_RATE
-                await output.state(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
-                metadata = ELSEWHERE
-            offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
-        if offsets:
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(fetcher.commit(offsets)), TIMEOUT)
-            except TimeoutError:
-                raise KafkaError(f"progress was not committed within {TIMEOUT:g} s") from None
-            self._committed.update(changed)
-            engine.stops.committed(
-                lambda partition, offset: (
-                    partition in self._committed and self._committed[partition].is_done(offset)
-                )
-            )
 
 
 def _told(job: asyncio.Task[None], engine: Engine) -> None:
