@@ -188,6 +188,13 @@ def test_a_dead_letter_can_be_redriven_and_becomes_one_again() -> None:
     assert [(letter.value, letter.kind) for letter in result.dead] == [(b"3", "dead"), (b"3", "dead")]
 
 
+def test_a_redriven_message_that_fails_again_and_has_no_new_letter_keeps_its_old_one() -> None:
+    app = failing(is_bad(b"a", b"3", until=15))
+    result = run(app, [Redrive(at=10, key=b"a"), Refuse(at=9, for_=2), Redrive(at=20, key=b"a")])
+    assert [letter.value for letter in result.dead] == [b"3"]
+    assert sorted(values(result, b"a")) == list(range(10))
+
+
 def test_a_keyless_message_is_parked_alone() -> None:
     app = failing(lambda msg, now: Poison("no") if msg.value == b"3" else None, on_failure="park")
     harness = Harness(app, partitions=1)

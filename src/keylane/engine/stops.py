@@ -119,7 +119,11 @@ class Stops:
 
         def written(problem: str | None) -> None:
             ended(delivery, outcome if problem is None else "retry")
-            if problem is None:
+            redriven = delivery.trouble is not None and delivery.trouble.letter is not None
+            if problem is None or redriven:
+                if problem is not None:  # the letter it came from is still there: it stays where it lies
+                    log.error("%s failed again and has no new letter: %s", delivery.position, problem)
+                    delivery.outcome = Outcome.PARKED
                 self._engine.table.passed(lane)
                 self._engine.acknowledge(delivery)
             else:
