@@ -25,6 +25,14 @@ class FloodError(KeylaneError):
     """Most messages fail for good; the app stopped instead of emptying its topic into the dead letters."""
 
 
+class FencedError(KeylaneError):
+    """Another task has taken over what this one owned: nothing that it does from here on counts."""
+
+
+class TakenOverError(KeylaneError):
+    """Another run of the app has taken over; this one ends and must not be started again by itself."""
+
+
 class Transient(Exception):  # noqa: N818 - named for what a handler says, not for the class of thing it is
     """Raised by a stage: this may work later. The lane waits and the message runs again.
 
