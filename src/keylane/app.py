@@ -29,6 +29,7 @@ Decode = Callable[[bytes], Any]
 F = TypeVar("F", bound=Callable[..., Any])
 OnFailure = Literal["skip", "block", "block_and_dlq", "park"]
 Order = Literal["key", "partition", "global", "none"]
+Delivery = Literal["at_least_once", "exactly_once"]
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -88,8 +89,12 @@ class App:
     ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
     does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
 
+    ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may stand there twice, with
+    ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
+    ``commit_interval``, and who reads the sink ``read_committed`` finds each result once.
+
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
-    (seconds), ``drain_timeout`` how long the end of an epoch waits for what is running.
+    (seconds; 1, or 0.05 with exactly_once), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
     Raises :class:`SettingsError` for settings that cannot work.
     """
@@ -102,6 +107,7 @@ class App:
         sink: str | None = None,
         order: Order = "key",
         on_failure: OnFailure = "skip",
+        delivery: Delivery = "at_least_once",
         retry: Retry | None = None,
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
@@ -109,7 +115,7 @@ class App:
         spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
         capacity: int = 65_536,
-        commit_interval: float = 1.0,
+        commit_interval: float | None = None,
         drain_timeout: float = 30.0,
         observer: Observer | None = None,
     ) -> None:
@@ -157,7 +163,15 @@ class App:
         self.spool = None if spool is None else Path(spool)
         self.decode = decode
         self.capacity = _at_least("capacity", capacity, 1)
-        self.commit_interval = _more_than_zero("commit_interval", commit_interval)
+        if delivery not in ("at_least_once", "exactly_once"):
+            raise SettingsError(
+                f"App {name!r}: delivery={delivery!r} is not known; it is 'at_least_once' or 'exactly_once'"
+            )
+        self.delivery = delivery
+        usual = 0.05 if delivery == "exactly_once" else 1.0
+        self.commit_interval = _more_than_zero(
+            "commit_interval", usual if commit_interval is None else commit_interval
+        )
         self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
         self.observer = observer
         self.stages: list[Stage] = []

@@ -17,6 +17,10 @@ class KafkaError(KeylaneError):
     """The broker, a topic or the client refused; says which and why."""
 
 
+class AbortedError(KafkaError):
+    """A transaction was not taken; nothing of it counts."""
+
+
 class ResourceError(KeylaneError):
     """A resource of the app could not be opened or closed; names it and carries the cause."""
 

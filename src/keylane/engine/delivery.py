@@ -99,6 +99,11 @@ class Delivery(Message):
         return self.attempts > 0 or self.stage > 0
 
     @property
+    def redriven(self) -> bool:
+        """Whether it came from the dead letters."""
+        return self.trouble is not None and self.trouble.letter is not None
+
+    @property
     def original(self) -> bytes | None:
         """The value as it was in the source topic."""
         return self._record.value()

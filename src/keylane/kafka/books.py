@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -12,21 +11,22 @@ from confluent_kafka import TopicPartition
 from keylane.core.progress import LIMIT, encode
 from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
-from keylane.errors import FloodError, KafkaError
-from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.errors import FloodError
+from keylane.kafka.scribe import LASTS
 from keylane.kafka.state import ATTEMPTS, ELSEWHERE, MAX_PROGRESS, PROGRESS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from keylane.app import App
     from keylane.core.record import Kept
     from keylane.engine.engine import Engine
+    from keylane.kafka.claims import Claims
     from keylane.kafka.desk import Desk
-    from keylane.kafka.fetcher import Fetcher
     from keylane.kafka.output import KafkaOutput
-    from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.seat import Seat
     from keylane.kafka.state import State
+    from keylane.kafka.task import TaskPlan
 
 log = logging.getLogger("keylane.task")
 
@@ -37,29 +37,40 @@ _STATE_RATE = 100_000.0
 class Books:
     """Restored once, opened with what it needs to write, then written now and then. Used on the loop's thread."""
 
-    def __init__(self, app: App, settings: KafkaSettings) -> None:
+    def __init__(self, app: App) -> None:
         self.watermarks: dict[int, Watermark] = {}
+        self.rest = 0.0
+        """Seconds for which to write nothing more, because the last record was a large one."""
         self._app = app
-        self._settings = settings
+        self._exact = app.delivery == "exactly_once"
         self._committed: dict[int, Progress] = {}
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
+        self._seat: Seat
         self._engine: Engine
-        self._fetcher: Fetcher
-        self._output: KafkaOutput
         self._desk: Desk
 
-    def restore(self, state: State, starts: Mapping[int, int]) -> dict[int, int]:
-        """Where each partition's reading begins: the group's progress, or ``starts``. Blocks.
+    def restore(self, seat: Seat, claims: Claims, state: State, plan: TaskPlan) -> dict[int, int]:
+        """Where each partition's reading begins: the group's progress, or the plan's. Blocks.
 
-        Raises FloodError when this run was stopped by its flood guard.
+        Raises FloodError when this run was stopped by its flood guard, TakenOverError when another one goes on.
         """
-        app = self._app
-        state.restore()
+        self._seat = seat
         if state.flooded:
             raise FloodError(state.flooded)
-        found = Cluster(self._settings).committed(app.name, app.source, starts)
-        begins = {}
+        clean = claims.claim(plan.starts)
+        if clean and seat.stands(plan.epoch, plan.starts):
+            self._committed = progress = dict(seat.committed)
+        else:
+            progress = self._read(seat, state, plan.starts)
+        seat.epoch = -1
+        self.watermarks = {p: Watermark(found) for p, found in progress.items()}
+        return {p: found.watermark for p, found in progress.items()}
+
+    def _read(self, seat: Seat, state: State, starts: Mapping[int, int]) -> dict[int, Progress]:
+        app = self._app
+        progress = {}
+        found = seat.cluster.committed(app.name, app.source, starts)
         for partition, fallback in starts.items():
             offset, metadata = found.get(partition, (fallback, None))
             restored = state.progress(partition, offset, metadata)
@@ -67,11 +78,10 @@ class Books:
                 log.warning(
                     "%s/%d: %s; messages after %d run again", app.source, partition, restored.problem, offset
                 )
-            self.watermarks[partition] = Watermark(restored.progress)
-            if partition in found:
+            progress[partition] = restored.progress
+            if partition in found:  # else it is written down as soon as there is anything to write
                 self._committed[partition] = restored.progress
-            begins[partition] = restored.progress.watermark
-        return begins
+        return progress
 
     def restore_lanes(self, state: State, engine: Engine, output: KafkaOutput) -> None:
         """Attempts, stopped lanes and standing orders, as they were written down."""
@@ -90,50 +100,70 @@ class Books:
         redrives = [order.key for order in state.orders.values() if order.do == "redrive"]
         engine.restore(kept, lanes, [key for key in redrives if key is not None])
 
-    def open(self, engine: Engine, fetcher: Fetcher, output: KafkaOutput, desk: Desk) -> None:
-        """Whom to ask, and through whom to write."""
-        self._engine, self._fetcher, self._output, self._desk = engine, fetcher, output, desk
+    def open(self, engine: Engine, desk: Desk) -> None:
+        """Whom to ask for what has changed."""
+        self._engine, self._desk = engine, desk
 
-    async def write(self, *, final: bool = False) -> None:
-        """Write down how far the task is, where that has changed. Raises KafkaError when it was not taken.
+    async def write(self, closing: Callable[[], None], *, last: bool) -> None:
+        """Write down what has changed, in one transaction. Raises AbortedError when it was not taken, or FencedError.
 
-        What does not fit beside an offset goes to the state topic first; only then the offset says so. A large record
-        is not written every time, but at the end (``final``): behind a stuck lane there are megabytes of them.
+        ``closing`` is called when its progress is settled: what is done by then is in it, what is put then too.
+        What does not fit beside an offset goes to the state topic. Such a large record is not written every time, but
+        at the end (``last``): behind a stuck lane there are megabytes of them.
         """
-        await self._write_attempts()
-        await self._desk.write_down()
-        changed = {}
+        changed: dict[int, Progress] = {}
+        attempts: dict[int, dict[int, Kept]] = {}
+
+        def close() -> list[TopicPartition]:
+            self._engine.settle()
+            attempts.update(self._note_attempts())
+            self._desk.write_down()
+            offsets = self._offsets(changed, last=last)
+            closing()
+            return offsets
+
+        await self._seat.scribe.commit(close)
+        self._attempts |= attempts
+        self._committed |= changed
+        self._engine.stops.committed(self._is_committed)
+
+    def leave(self, epoch: int) -> None:
+        """The epoch ended as planned; what was written last stands."""
+        self._seat.epoch, self._seat.committed = epoch, self._committed
+
+    def _offsets(self, changed: dict[int, Progress], *, last: bool) -> list[TopicPartition]:
         offsets = []
+        self.rest = 0.0
+        now = time.monotonic()
         for partition, mark in self.watermarks.items():
             progress = mark.progress()
             if progress == self._committed.get(partition):
                 continue
             metadata = encode(progress, MAX_PROGRESS)
             if len(metadata) > LIMIT:
-                if not final and time.monotonic() < self._not_before.get(partition, 0.0):
+                wait = len(metadata) / _STATE_RATE
+                if (
+                    self._exact
+                ):  # what is in the transaction must be in its progress: the next one comes later
+                    self.rest = max(self.rest, min(wait, LASTS / 4))
+                elif not last and now < self._not_before.get(partition, 0.0):
                     continue
-                self._not_before[partition] = time.monotonic() + len(metadata) / _STATE_RATE
-                await self._output.state(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
+                self._not_before[partition] = now + wait
+                self._seat.scribe.note(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
                 metadata = ELSEWHERE
             changed[partition] = progress
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
-        if not offsets:
-            return
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._fetcher.commit(offsets)), TIMEOUT)
-        except TimeoutError:
-            raise KafkaError(f"progress was not committed within {TIMEOUT:g} s") from None
-        self._committed.update(changed)
-        self._engine.stops.committed(self._is_committed)
+        return offsets
 
-    async def _write_attempts(self) -> None:
+    def _note_attempts(self) -> dict[int, dict[int, Kept]]:
         kept = self._engine.course.kept()
+        changed = {}
         for partition in kept.keys() | self._attempts.keys():
             now = kept.get(partition, {})
             if now != self._attempts.get(partition, {}):
-                value = encode_kept(now, MAX_PROGRESS) if now else None
-                await self._output.state(partition, ATTEMPTS, value)
-                self._attempts[partition] = now
+                self._seat.scribe.note(partition, ATTEMPTS, encode_kept(now, MAX_PROGRESS) if now else None)
+                changed[partition] = now
+        return changed
 
     def _is_committed(self, partition: int, offset: int) -> bool:
         found = self._committed.get(partition)

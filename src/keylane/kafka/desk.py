@@ -92,11 +92,16 @@ class Desk:
             self._mark(delivery.partition, delivery.trouble.letter)
         self._redriver.done(delivery)
 
-    async def write_down(self) -> None:
-        """Write which letters were redriven, where that has changed."""
-        for partition in sorted(self._changed):
-            self._changed.discard(partition)
-            await self._output.state(partition, REDRIVEN, self._redriven[partition].encode())
+    def write_down(self) -> None:
+        """Note which letters were redriven, where that has changed."""
+        changed, self._changed = self._changed, set()
+        for partition in sorted(changed):
+
+            def written(problem: str | None, partition: int = partition) -> None:
+                if problem is not None:
+                    self._changed.add(partition)
+
+            self._output.note(partition, REDRIVEN, self._redriven[partition].encode(), written)
 
     async def run(self) -> None:
         """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
@@ -136,7 +141,7 @@ class Desk:
                     found.append(Found(letter=letter.offset, record=record, redrives=letter.redrives))
             for delivery in await self._redriver.run(found):
                 counts[delivery.key][delivery.outcome] += 1
-        await self.write_down()
+        self.write_down()
         for order in orders:
             count = counts[order.key]
             if self._orders.get((order.partition, order.name)) is order:

@@ -1,20 +1,17 @@
-"""The consumer and its one owner thread: fetching, backpressure and commits."""
+"""The consumer and its one owner thread: fetching and backpressure."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import TopicPartition
 
 from keylane.errors import KafkaError
-from keylane.kafka.cluster import patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +26,7 @@ BATCH = 1000
 """Messages handed over at once, at most."""
 MAX_BYTES = 256 * 1024 * 1024
 """Bytes of message values a task holds, about: large messages shrink its capacity."""
-_POLL = 0.1
+_POLL = 0.02
 _FULL = 0.005
 _STUCK = 0.5
 """Seconds for which the task is full before the partition that holds most is paused."""
@@ -72,6 +69,9 @@ class Fetcher:
     is paused, so that a partition that is stuck does not stop the others: they share what room it leaves, and it is
     resumed when half of what it held is done. Each pause takes at most half of the room that is left.
 
+    ``reading`` is where the consumer goes on by itself, in each partition that it is assigned: an assignment that fits
+    ``starts`` is kept, and what the client has fetched with it.
+
     ``until``: hand over nothing at or above these offsets; when every partition has come to it, ``ended`` is true.
     """
 
@@ -84,12 +84,14 @@ class Fetcher:
         capacity: int,
         deliver: Callable[[Batch], None],
         fail: Callable[[BaseException], None],
+        reading: Mapping[int, int] | None = None,
         until: Mapping[int, int] | None = None,
         crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._consumer = consumer
         self._topic = topic
         self._starts = dict(starts)
+        self._reading = reading or {}
         self._deliver = deliver
         self._fail = fail
         self._until = dict(until) if until is not None else None
@@ -98,9 +100,6 @@ class Fetcher:
         self._mean_size = 0.0
         self._full_since = 0.0
         self.shares = {p: Share(next=offset) for p, offset in starts.items()}
-        self._orders: SimpleQueue[tuple[list[TopicPartition], Future[None]]] = SimpleQueue()
-        self._fetching = threading.Event()
-        self._fetching.set()
         self._closing = threading.Event()
         self._warned = 0.0
         self._missing_since = 0.0  # when the client first said that the topic is not there
@@ -111,20 +110,19 @@ class Fetcher:
         self._thread.start()
 
     def stop_fetching(self) -> None:
-        """Hand over nothing more; commits still work."""
-        self._fetching.clear()
+        """Hand over nothing more."""
+        self._closing.set()
 
-    def commit(self, offsets: list[TopicPartition]) -> Future[None]:
-        """Commit these offsets, on the owner thread; the future fails with KafkaError when the broker refused."""
-        future: Future[None] = Future()
-        self._orders.put((offsets, future))
-        return future
+    def close(self) -> dict[int, int]:
+        """End the thread; where the consumer, which stays assigned, goes on in each partition.
 
-    def close(self) -> None:
-        """Carry out the commits asked for, close the consumer and end the thread."""
-        self._fetching.clear()
+        Empty when it must be assigned anew: partitions are paused, or the thread does not end.
+        """
         self._closing.set()
         self._thread.join(timeout=30)
+        if self._thread.is_alive() or any(share.paused_at or share.ended for share in self.shares.values()):
+            return {}
+        return {p: share.next for p, share in self.shares.items()}
 
     @property
     def paused(self) -> list[int]:
@@ -133,24 +131,17 @@ class Fetcher:
 
     def _main(self) -> None:
         try:
-            self._consumer.assign([TopicPartition(self._topic, p, o) for p, o in self._starts.items()])
+            if self._reading != self._starts:
+                self._consumer.assign([TopicPartition(self._topic, p, o) for p, o in self._starts.items()])
             for partition in self._starts:
                 self._check_end(partition, self._starts[partition])
             while not self._closing.is_set():
-                self._carry_out()
-                if not self._fetching.is_set():
-                    # Not a wait on an event: commits asked for while draining must be carried out.
-                    time.sleep(_FULL)
-                elif self._room():
+                if self._room():
                     self._fetch()
                 else:
                     time.sleep(_FULL)
-            self._carry_out()
         except BaseException as error:
             self._fail(error)
-            self._refuse_orders(error)
-        finally:
-            self._consumer.close()
 
     def _fetch(self) -> None:
         first = self._consumer.poll(_POLL)
@@ -236,30 +227,6 @@ class Fetcher:
             self._full_since = 0.0
             log.info("partition %d paused: it holds %d messages", most, share.paused_at)
         return False
-
-    def _carry_out(self) -> None:
-        while True:
-            try:
-                offsets, future = self._orders.get_nowait()
-            except Empty:
-                return
-            if not future.set_running_or_notify_cancel():  # the commit after it holds more
-                continue
-            try:
-                patiently(lambda offsets=offsets: self._consumer.commit(offsets=offsets, asynchronous=False))  # type: ignore[misc]
-            except KafkaException as error:
-                future.set_exception(KafkaError(f"progress could not be committed: {error.args[0].str()}"))
-            else:
-                future.set_result(None)
-
-    def _refuse_orders(self, error: BaseException) -> None:
-        while True:
-            try:
-                _, future = self._orders.get_nowait()
-            except Empty:
-                return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(KafkaError(f"the consumer has ended: {error}"))
 
     def _problem(self, error: Any) -> None:
         """An error the client reports: what does not pass by itself ends the task, the rest is said now and then."""

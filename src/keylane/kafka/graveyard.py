@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Then
+    from keylane.kafka.scribe import Scribe
+    from keylane.kafka.seat import Seat
     from keylane.kafka.settings import KafkaSettings
     from keylane.message import Headers
 
@@ -63,8 +65,10 @@ class Graveyard:
     machine cannot keep it.
     """
 
-    def __init__(self, settings: KafkaSettings, app: App) -> None:
-        self._settings = settings
+    def __init__(self, seat: Seat, app: App) -> None:
+        self._settings = seat.settings
+        self._scribe = seat.scribe if app.delivery == "exactly_once" else None
+        self._refused = seat.refused
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._made: Producer | None = None
@@ -108,6 +112,9 @@ class Graveyard:
             headers=tuple(headers),
             timestamp=delivery.timestamp,
         )
+        if self._scribe is not None:
+            self._exactly(self._scribe, entry, (delivery.partition, delivery.offset), kind, then)
+            return
         if self._sour and self._loop.time() < self._sour_until and kind != "parked":
             self._to_spool(entry, self._sour, then)
             return
@@ -121,6 +128,33 @@ class Graveyard:
                 self._to_spool(entry, problem, then)
 
         self._send(entry, answered)
+
+    def _exactly(
+        self, scribe: Scribe, entry: Spooled, position: tuple[int, int], kind: str, then: Then
+    ) -> None:
+        """Into the open transaction; to the spool when the topic refused this letter, and the transaction with it."""
+        problem = self._refused.get(position)
+        if problem is not None and kind != "parked":
+            self._to_spool(entry, problem, then)
+            return
+        if problem is not None:
+            self._loop.call_soon(then, problem)
+            return
+
+        def report(error: Any, _message: Any) -> None:
+            if error is not None:
+                self._refused[position] = f"topic {entry.topic!r}: {error.str()}"
+
+        scribe.put(
+            entry.topic,
+            entry.value,
+            entry.key,
+            entry.timestamp or 0,
+            list(entry.headers),
+            partition=entry.partition,
+            report=report,
+        )
+        scribe.soon(then)
 
     def poll(self) -> None:
         """Serve what the topic has answered."""

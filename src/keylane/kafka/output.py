@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Literal
 
-from keylane.errors import KafkaError, Poison
+from keylane.errors import Poison
 from keylane.message import EVENT_ID
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Then
     from keylane.kafka.graveyard import Graveyard
+    from keylane.kafka.seat import Seat
     from keylane.message import Headers
 
 ANY_PARTITION = -1
@@ -24,18 +24,21 @@ RECORD_OVERHEAD = 128
 
 
 class KafkaOutput:
-    """An :class:`~keylane.engine.engine.Output` over one idempotent producer.
+    """An :class:`~keylane.engine.engine.Output`. Key, headers and timestamp go over as they came.
 
-    Key, headers and timestamp go over as they came. Used on the loop's thread only; :meth:`poll` serves the delivery
-    reports, which call the deliveries.
+    With ``delivery="at_least_once"`` results go through the seat's idempotent producer, whose delivery reports call
+    the deliveries, and records through the scribe's next transaction. With ``"exactly_once"`` everything goes into the
+    open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
+    task begins again from what was committed last.
+
+    Used on the loop's thread only; :meth:`poll` serves the reports.
     """
 
-    def __init__(self, producer: Producer, graveyard: Graveyard, app: App, *, limit: int) -> None:
+    def __init__(self, seat: Seat, graveyard: Graveyard, app: App, *, limit: int) -> None:
         self._graveyard = graveyard
-        self._producer = producer
-        self._produce: Any = (
-            producer.produce
-        )  # its stub asks for headers of a wider type, which lists are not
+        self._scribe = seat.scribe
+        self._exact = app.delivery == "exactly_once"
+        self._producer = None if self._exact else seat.producer
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
@@ -53,7 +56,11 @@ class KafkaOutput:
                 f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
                 f"(max.message.bytes less overhead: {self._limit:,})"
             )
-        self._send(self._sink, value, delivery, headers)
+        if self._producer is None:
+            self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
+            delivery.engine.acknowledge(delivery)
+        else:
+            self._send(self._producer, value, delivery, headers)
 
     def letter(
         self,
@@ -68,18 +75,19 @@ class KafkaOutput:
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """A record of the state topic."""
+        if self._exact:
+            self._scribe.note(partition, name, value)
+            self._scribe.soon(then)
+        else:
+            self._scribe.note(partition, name, value, then)
 
-        def report(error: Any, _message: Any) -> None:
-            then(None if error is None else f"topic {self._app.state!r}: {error.str()}")
-
-        self._produce(self._app.state, value, name, partition=partition, on_delivery=report)
-
-    def _send(self, topic: str, value: bytes | None, delivery: Delivery, headers: Headers) -> None:
+    def _send(self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers) -> None:
+        produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
         while True:
             try:
                 # By place (…, partition, callback, on_delivery, timestamp, headers): the hot path.
-                self._produce(
-                    topic,
+                produce(
+                    self._sink,
                     value,
                     delivery.key,
                     ANY_PARTITION,
@@ -88,30 +96,16 @@ class KafkaOutput:
                     delivery.timestamp or 0,
                     headers,
                 )
-            except (
-                BufferError
-            ):  # gigabytes wait for a broker that does not answer: nothing else can go on either
-                self._producer.poll(0.1)
+            except BufferError:
+                # Gigabytes wait for a broker that does not answer: nothing else can go on either.
+                producer.poll(0.1)
             else:
                 return
 
-    async def state(self, partition: int, name: bytes, value: bytes | None) -> None:
-        """Write a record of the state topic and wait until it is there. Raises KafkaError if refused."""
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def answered(problem: str | None) -> None:
-            if not written.done():
-                written.set_exception(KafkaError(problem)) if problem else written.set_result(None)
-
-        self.note(partition, name, value, answered)
-        while not written.done():  # the pump has ended when the last progress is written
-            self._producer.poll(0)
-            await asyncio.sleep(0.005)
-        written.result()
-
     def poll(self) -> None:
         """Serve what has been acknowledged."""
-        self._producer.poll(0)
+        if self._producer is not None:
+            self._producer.poll(0)
         self._graveyard.poll()
 
     @staticmethod

@@ -11,6 +11,8 @@ key                      value
 ``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
+``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
+``owner/<id>``           the task with this transactional id owns the partition: :mod:`keylane.kafka.claims`
 ``order/stop``           ``{"run": …}``: the tasks of this run drain and end
 ``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
 ``order/lane/<key>``     what an operator wants done: :mod:`keylane.kafka.orders` (also ``order/redrive/…``)
@@ -24,6 +26,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import TopicPartition
@@ -36,7 +39,7 @@ from keylane.kafka.cluster import TIMEOUT
 from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from keylane.core.progress import Restored
     from keylane.core.record import Kept, LaneRecord
@@ -50,6 +53,8 @@ PROGRESS = b"progress"
 ATTEMPTS = b"attempts"
 REDRIVEN = b"redriven"
 REST = b"rest"
+RUN = b"run"
+OWNER = b"owner/"
 MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
 ELSEWHERE = "kl1:@"
@@ -77,6 +82,18 @@ def order_stop(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A task says that it owns a partition."""
+
+    place: int
+    """Where it lies in the state topic: of two claims the later one counts."""
+    run: str
+    who: str
+    leaving: bool
+    """It finishes what it has begun, and then lets go."""
+
+
 class State:
     """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
 
@@ -90,12 +107,20 @@ class State:
         self._partitions = list(partitions)
         self._run = run
         self._consumer = settings.consumer(
-            f"{app}.state", **{"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
+            f"{app}.state",
+            **{
+                "queued.min.messages": 1000,
+                "queued.max.messages.kbytes": 16_384,
+                "isolation.level": "read_committed",
+            },
         )
+        self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, str] = {}
         self._fresh: list[Order] = []
         self.stopped = False
         self.flooded = ""  # why the run was stopped
+        self.runs: dict[int, dict[str, Any]] = {}  # whom the app belongs to, by partition
+        self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
         self.attempts: dict[int, dict[int, Kept]] = {}
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, Ranges] = {}
@@ -105,26 +130,44 @@ class State:
 
     def restore(self) -> None:
         """Read everything there is. Raises KafkaError when it cannot be read."""
-        ends = set(self._partitions)
         # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
         # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
         self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+        left = set(self._partitions)
         heard = time.monotonic()
-        while ends:
-            messages = self._consumer.consume(1000, 0.05)
-            for message in messages:
+        while left:
+            for message in self._consumer.consume(1000, 0.05):
                 heard = time.monotonic()
-                error = message.error()
-                if error is None:
-                    self._take(message)
-                elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
-                    ends.discard(message.partition())
-                elif error.fatal() or not error.retriable():
-                    raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
+                if self._read(message):
+                    left.discard(message.partition())
             if time.monotonic() - heard > 3 * TIMEOUT:
                 raise KafkaError(
-                    f"topic {self._topic!r} gives no answer; its partitions {sorted(ends)} were not read to the end"
+                    f"topic {self._topic!r} gives no answer; its partitions {sorted(left)} were not read to the end"
                 )
+
+    def read_through(self, places: Mapping[int, int], timeout: float) -> bool:
+        """Read on until these places, by partition, were read; whether that was so within the time."""
+        deadline = time.monotonic() + timeout
+        while any(self._next.get(p, place + 1) <= place for p, place in places.items()):
+            if time.monotonic() > deadline:
+                return False
+            # One at a time while there is nothing: consume() waits out its time-out for the rest.
+            message = self._consumer.poll(0.02)
+            if message is not None:
+                for one in (message, *self._consumer.consume(1000, 0)):
+                    self._read(one)
+        return True
+
+    def _read(self, message: Any) -> bool:
+        """Take a record; whether it was the partition's end instead."""
+        error = message.error()
+        if error is None:
+            self._take(message)
+        elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+            return True
+        elif error.fatal() or not error.retriable():
+            raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
+        return False
 
     def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
         """Progress from a committed offset: its metadata, or what lies in the topic when it says so."""
@@ -143,6 +186,15 @@ class State:
                 self._take(message)
         return self.stopped
 
+    def begin_again(self) -> None:
+        """For the next epoch: what is still ordered is handed out anew."""
+        self._fresh = list(self.orders.values())
+
+    @property
+    def successor(self) -> dict[str, Any] | None:
+        """Another run that the app belongs to, if it does."""
+        return next((found for found in self.runs.values() if found["run"] != self._run), None)
+
     def take_orders(self) -> list[Order]:
         """Orders that have come in since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -154,9 +206,12 @@ class State:
 
     def _take(self, message: Any) -> None:
         name, value, partition = message.key() or b"", message.value(), message.partition()
+        self._next[partition] = message.offset() + 1
         try:
             if value is None:
                 self._take_back(partition, name)
+            elif name.startswith(OWNER):
+                self._take_claim(partition, name.removeprefix(OWNER).decode(), message.offset(), value)
             else:
                 self._put(partition, name, value)
         except (ValueError, AttributeError, KeyError, TypeError) as error:
@@ -170,6 +225,13 @@ class State:
                 value,
             )
 
+    def _take_claim(self, partition: int, owner: str, place: int, value: bytes) -> None:
+        claims = self.owners.setdefault(partition, {})
+        if owner in claims:  # it says that it is leaving; its place stays
+            place = claims[owner].place
+        found = json.loads(value)
+        claims[owner] = Claim(place, found["run"], found["who"], bool(found.get("leaving")))
+
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
         if name == PROGRESS:
             self._progress[partition] = value.decode("ascii")
@@ -179,6 +241,8 @@ class State:
             self.redriven[partition] = Ranges.decode(value)
         elif name.startswith((LANE, KEYLESS)):
             self.lanes[partition, name] = decode_lane(name, partition, value)
+        elif name == RUN:
+            self.runs[partition] = json.loads(value)
         elif name == STOP:
             self.stopped = self.stopped or json.loads(value)["run"] == self._run
         elif name == FLOOD:
@@ -197,6 +261,8 @@ class State:
             self.audits[name] = partition, value
 
     def _take_back(self, partition: int, name: bytes) -> None:
+        if name.startswith(OWNER):
+            self.owners.get(partition, {}).pop(name.removeprefix(OWNER).decode(), None)
         self.lanes.pop((partition, name), None)
         self.orders.pop((partition, name), None)
         if name == ATTEMPTS:

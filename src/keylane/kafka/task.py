@@ -20,24 +20,27 @@ import uvloop
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
-from keylane.errors import FloodError, KafkaError, KeylaneError
+from keylane.errors import AbortedError, FencedError, FloodError, KeylaneError
 from keylane.kafka.books import Books
+from keylane.kafka.claims import Claims
 from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
-from keylane.kafka.state import FLOOD, REST, State
+from keylane.kafka.seat import take_seat
+from keylane.kafka.state import FLOOD, REST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from confluent_kafka import Producer
-
     from keylane.app import App
     from keylane.engine.delivery import Delivery
     from keylane.engine.pipeline import Step
+    from keylane.kafka.scribe import Scribe
+    from keylane.kafka.seat import Seat
     from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.state import State
     from keylane.message import Record
 
 log = logging.getLogger("keylane.task")
@@ -48,6 +51,9 @@ _CONTROL = 0.1
 _COLLECT_EVERY = 10.0
 _COLLECT_BELOW = 5_000
 _COLLECT_AT_LEAST = 60.0
+_SOON = 0.005
+"""Seconds until a record that a lane waits for is written."""
+_ABORTED_MAX = 5
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -72,16 +78,6 @@ class TaskPlan:
     outcomes: str = "all"
 
 
-_producers: dict[KafkaSettings, Producer] = {}
-"""Spark uses a Python worker again for the next epoch; a new idempotent producer takes half a second to be ready."""
-
-
-def _producer(settings: KafkaSettings) -> Producer:
-    if settings not in _producers:
-        _producers[settings] = settings.producer()
-    return _producers[settings]
-
-
 class Task:
     """Runs one plan. :meth:`outcomes` is the whole life of it."""
 
@@ -89,12 +85,20 @@ class Task:
         self._app = app
         self._plan = plan
         self.owner = f"{socket.gethostname()}:{os.getpid()}/{plan.task}"
+        self._exact = app.delivery == "exactly_once"
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
+        self._deadline = 0.0
+        self._abandoned = threading.Event()  # Spark no longer wants the outcomes
+        self._begin()
+
+    def _begin(self) -> None:
         self._rows: list[Delivery] = []
-        self._books = Books(app, plan.settings)
+        self._uncommitted: list[
+            Delivery
+        ] = []  # with exactly_once: done, and not yet in a committed transaction
+        self._books = Books(self._app)
         self._desk: Desk | None = None
         self._shares: dict[int, Share] = {}
-        self._abandoned = threading.Event()  # Spark no longer wants the outcomes
 
     def outcomes(self) -> Iterator[list[Delivery]]:
         """Run the epoch and yield what is done, in batches. Raises what ended it when that was not the plan."""
@@ -110,97 +114,120 @@ class Task:
             thread.join(timeout=self._app.drain_timeout)
 
     def _main(self) -> None:
+        self._deadline = time.monotonic() + self._plan.seconds
+        aborted = 0
         try:
             with own_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._run())
+                while True:
+                    try:
+                        runner.run(self._run())
+                        break
+                    except AbortedError as error:
+                        aborted += 1
+                        if aborted == _ABORTED_MAX or self._abandoned.is_set():
+                            raise
+                        log.warning("%s: %s; its messages run again, in order", self.owner, error)
+                        self._begin()
         except BaseException as error:
             self._out.put(error)
         else:
             self._out.put(None)
 
     async def _run(self) -> None:
+        async with open_pipeline(self._app) as steps:
+            seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app)
+            try:
+                await self._epoch(seat, steps)
+            except BaseException:
+                await asyncio.to_thread(seat.close)
+                raise
+            seat.keep()
+
+    async def _epoch(self, seat: Seat, steps: Sequence[Step]) -> None:
         app, plan = self._app, self._plan
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline = began + plan.seconds
-        async with open_pipeline(app) as steps:
-            producer = _producer(plan.settings)
-            state = State(plan.settings, app.name, app.state, plan.starts, plan.run)
-            starts = await asyncio.to_thread(self._books.restore, state, plan.starts)
-            consumer = plan.settings.consumer(app.name)
-            graveyard = Graveyard(plan.settings, app)
-            output = KafkaOutput(producer, graveyard, app, limit=plan.sink_limit)
-            rereader = Rereader(
-                plan.settings,
-                app.name,
-                app.source,
-                deliver=lambda part: _on(loop, self._reread, engine, part),
-                fail=lambda error: _on(loop, engine.fail, error),
-            )
-            engine = Engine(
-                app,
-                steps,
-                output,
-                on_done=self._done,
-                fetch=rereader.request,
-                let_go=self._let_go,
-            )
-            desk = self._desk = Desk(
-                engine, output, plan.settings, app, self.owner, state.redriven, time.time
-            )
-            self._books.restore_lanes(state, engine, output)
+        seat.scribe.attach()
+        state = await asyncio.to_thread(seat.state, plan.starts, plan.run)
+        claims = Claims(
+            plan.settings, app.name, state, seat.scribe, plan.run, self.owner, patience=app.drain_timeout + 5
+        )
+        starts = await asyncio.to_thread(self._books.restore, seat, claims, state, plan)
+        graveyard = Graveyard(seat, app)
+        output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit)
+        rereader = Rereader(
+            plan.settings,
+            app.name,
+            app.source,
+            deliver=lambda part: _on(loop, self._reread, engine, part),
+            fail=lambda error: _on(loop, engine.fail, error),
+        )
+        engine = Engine(
+            app,
+            steps,
+            output,
+            on_done=self._done,
+            fetch=rereader.request,
+            let_go=self._let_go,
+        )
+        seat.scribe.fail = engine.fail
+        desk = self._desk = Desk(engine, output, plan.settings, app, self.owner, state.redriven, time.time)
+        self._books.restore_lanes(state, engine, output)
 
-            fetcher = Fetcher(
-                consumer,
-                app.source,
-                starts,
-                capacity=app.capacity,
-                deliver=lambda batch: _on(loop, self._accept, engine, batch),
-                fail=lambda error: _on(loop, engine.fail, error),
-                until=plan.until,
-                crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
-            )
-            self._shares = fetcher.shares
-            self._books.open(engine, fetcher, output, desk)
-            fetcher.start()
-            log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
-            background = [
-                loop.create_task(self._pump(engine, output)),
-                loop.create_task(self._commit_now_and_then()),
-                loop.create_task(self._collect_garbage(engine)),
-                loop.create_task(desk.run()),
-                loop.create_task(graveyard.ship()),
-            ]
+        fetcher = Fetcher(
+            seat.consumer,
+            app.source,
+            starts,
+            capacity=app.capacity,
+            deliver=lambda batch: _on(loop, self._accept, engine, batch),
+            fail=lambda error: _on(loop, engine.fail, error),
+            reading=seat.reading,
+            until=plan.until,
+            crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
+        )
+        seat.reading = {}
+        self._shares = fetcher.shares
+        self._books.open(engine, desk)
+        fetcher.start()
+        log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
+        background = [
+            loop.create_task(self._pump(engine, output)),
+            loop.create_task(self._write_now_and_then(seat.scribe)),
+            loop.create_task(self._collect_garbage(engine)),
+            loop.create_task(desk.run()),
+            loop.create_task(graveyard.ship()),
+        ]
+        for job in background:
+            job.add_done_callback(lambda job: _told(job, engine))
+        drained = began
+        try:
+            await self._until_over(engine, desk, fetcher, state, claims)
+            fetcher.stop_fetching()
+            draining = loop.time()
+            if not await engine.drain(app.drain_timeout):
+                log.warning(
+                    "%s: %d messages were not finished within %g s of drain; they run again",
+                    self.owner,
+                    engine.held,
+                    app.drain_timeout,
+                )
+            drained = loop.time()
+        finally:
+            await engine.abort()
             for job in background:
-                job.add_done_callback(lambda job: _told(job, engine))
+                job.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            fetcher.stop_fetching()
             try:
-                await self._until_over(engine, desk, fetcher, state, deadline)
-                fetcher.stop_fetching()
-                draining = loop.time()
-                if not await engine.drain(app.drain_timeout):
-                    log.warning(
-                        "%s: %d messages were not finished within %g s of drain; they run again",
-                        self.owner,
-                        engine.held,
-                        app.drain_timeout,
-                    )
-                drained = loop.time()
+                await self._write_last(engine, seat.scribe, claims)
             finally:
-                await engine.abort()
-                for job in background:
-                    job.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
-                fetcher.stop_fetching()
-                with contextlib.suppress(KeylaneError) if engine.failure.done() else contextlib.nullcontext():
-                    await self._books.write(final=True)
-                with contextlib.suppress(KeylaneError):
-                    await self._last_words(engine, output)
-                await asyncio.to_thread(fetcher.close)
+                seat.reading = await asyncio.to_thread(fetcher.close)
                 await asyncio.to_thread(rereader.close)
                 graveyard.close()
                 await self._wait_for_threads(steps)
-                state.close()
                 self._hand_out()
+        claims.check_run()
+        self._books.leave(plan.epoch)
         log.info(
             "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",
             self.owner,
@@ -209,6 +236,33 @@ class Task:
             drained - draining,
             loop.time() - drained,
         )
+
+    async def _write_last(self, engine: Engine, scribe: Scribe, claims: Claims) -> None:
+        """The last progress, and what the planner or the next task has to know; unless nothing of it counts."""
+        failed = engine.failure.exception() if engine.failure.done() else None
+        if isinstance(failed, FencedError | AbortedError):
+            return
+
+        def words() -> None:
+            self._last_words(engine, scribe)
+            if failed is None:
+                claims.release()
+
+        with contextlib.suppress(KeylaneError) if failed is not None else contextlib.nullcontext():
+            await self._write(final=words)
+
+    async def _write(self, final: Callable[[], None] | None = None) -> None:
+        batch: list[Delivery] = []
+
+        def close() -> None:
+            """Called when the transaction's progress has been taken: what is done by then is in it."""
+            batch.extend(self._uncommitted)
+            self._uncommitted = []
+            if final is not None:
+                final()
+
+        await self._books.write(close, last=final is not None)
+        self._count(batch)
 
     async def _wait_for_threads(self, steps: Sequence[Step]) -> None:
         """No thread may outlive its task: it would still work on a message that another task runs again.
@@ -271,9 +325,10 @@ class Task:
 
     def _done(self, deliveries: list[Delivery]) -> None:
         offsets: dict[int, list[int]] = {}
+        own = deliveries
         if self._desk is not None and not self._desk.idle:
-            deliveries = self._without_redriven(deliveries)
-        for delivery in deliveries:
+            own = self._without_redriven(deliveries)
+        for delivery in own:
             group = offsets.get(delivery.partition)
             if group is None:
                 offsets[delivery.partition] = [delivery.offset]
@@ -281,7 +336,22 @@ class Task:
                 group.append(delivery.offset)
         for partition, group in offsets.items():
             self._books.watermarks[partition].done(group)
-            self._shares[partition].done += len(group)
+            if not self._exact:
+                self._shares[partition].done += len(group)
+        if self._exact:
+            self._uncommitted += deliveries
+        else:
+            self._tell(deliveries)
+
+    def _count(self, deliveries: list[Delivery]) -> None:
+        """These are in a committed transaction: only now there is room for others."""
+        for delivery in deliveries:
+            if not delivery.redriven:
+                self._shares[delivery.partition].done += 1
+        self._tell(deliveries)
+
+    def _tell(self, deliveries: list[Delivery]) -> None:
+        """To Spark's sink, as much as the app wants to see there."""
         if self._plan.outcomes == "all":
             self._rows += deliveries
         elif self._plan.outcomes == "failed":
@@ -293,14 +363,8 @@ class Task:
         """Redriven messages were done in the source before: their progress is among the dead letters."""
         own = []
         for delivery in deliveries:
-            if (
-                delivery.trouble is not None
-                and delivery.trouble.letter is not None
-                and self._desk is not None
-            ):
+            if delivery.redriven and self._desk is not None:
                 self._desk.done(delivery)
-                if self._plan.outcomes != "none":
-                    self._rows.append(delivery)
             else:
                 own.append(delivery)
         return own
@@ -335,16 +399,22 @@ class Task:
                 last = time.monotonic()
 
     async def _until_over(
-        self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, deadline: float
+        self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, claims: Claims
     ) -> None:
         """Return when the epoch is over, the run was told to stop, or everything there was is done."""
-        loop = asyncio.get_running_loop()
-        while not state.poll() and loop.time() < deadline and not self._abandoned.is_set():
+        while not state.poll() and time.monotonic() < self._deadline and not self._abandoned.is_set():
+            if claims.lost:
+                engine.fail(FencedError(f"{self.owner}: another task has claimed its partitions"))
+            if state.successor is not None:
+                log.warning("%s: another run has taken over; finishing what has begun", self.owner)
+                claims.leaving()
+                return
             for order in state.take_orders():
                 desk.take(order)
             if fetcher.ended and engine.resting and desk.idle and self._caught_up(engine):
                 return
-            await asyncio.wait([engine.failure], timeout=min(_CONTROL, max(0.0, deadline - loop.time())))
+            wait = min(_CONTROL, max(0.0, self._deadline - time.monotonic()))
+            await asyncio.wait([engine.failure], timeout=wait)
             if engine.failure.done():
                 engine.failure.result()
 
@@ -355,7 +425,7 @@ class Task:
             return False
         return all(mark.position >= until[p] for p, mark in self._books.watermarks.items())
 
-    async def _last_words(self, engine: Engine, output: KafkaOutput) -> None:
+    def _last_words(self, engine: Engine, scribe: Scribe) -> None:
         """What the planner, or a task that tries again, has to know."""
         plan = self._plan
         if engine.failure.done():
@@ -363,18 +433,29 @@ class Task:
             if isinstance(error, FloodError):
                 for partition in plan.starts:
                     why = {"run": plan.run, "why": str(error)}
-                    await output.state(partition, FLOOD, json.dumps(why).encode())
+                    scribe.note(partition, FLOOD, json.dumps(why).encode())
         elif plan.until is not None and engine.held and engine.resting:
             for partition, until in plan.until.items():
-                await output.state(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
+                scribe.note(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
 
-    async def _commit_now_and_then(self) -> None:
+    async def _write_now_and_then(self, scribe: Scribe) -> None:
+        """Progress at the app's interval; records, which lanes wait for, soon."""
+        interval = self._app.commit_interval
+        due = time.monotonic() + interval
         while True:
-            await asyncio.sleep(self._app.commit_interval)
+            now = time.monotonic()
             try:
-                await self._books.write()
-            except KafkaError as error:
-                log.warning("%s: %s; tried again in %g s", self.owner, error, self._app.commit_interval)
+                if now >= due:
+                    await self._write()
+                    due = max(due + interval, time.monotonic()) + self._books.rest
+                elif scribe.busy and not self._exact:
+                    await scribe.commit()
+            except AbortedError as error:
+                if self._exact:
+                    raise
+                log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
+                due = time.monotonic() + interval
+            await asyncio.sleep(max(0.0, min(due - time.monotonic(), _SOON)))
 
 
 def _told(job: asyncio.Task[None], engine: Engine) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.streaming.query import StreamingQuery
 
 from keylane.errors import KeylaneError, SettingsError
+from keylane.kafka.claims import take_over
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.state import order_stop
 from keylane.spark.options import Options
@@ -99,9 +100,11 @@ def _plan(
     if "PYSPARK_PYTHON" not in os.environ and (context.master or "").startswith("local"):
         context.pythonExec = sys.executable  # the workers need the packages that are installed here
     topics = Cluster(options.settings).prepare(app)
+    run = uuid.uuid4().hex
+    take_over(options.settings, app.name, app.state, topics.partitions, run)
     slots = max(1, context.defaultParallelism // int(context.getConf().get("spark.task.cpus", "1")))
     plan = RunPlan(
-        run=uuid.uuid4().hex,
+        run=run,
         app=app.name,
         topic=app.source,
         parcel=parcel or pack(app),

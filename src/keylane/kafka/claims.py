@@ -1,0 +1,172 @@
+"""Who owns what: a run owns the app, a task owns its partitions.
+
+Both are records of the state topic, and the later one counts. A run writes its name into every partition in one
+transaction. A task writes a claim into each of its partitions, under its transactional id, reads on until it sees it,
+and fences whoever claimed before it and has not let go; only then does it read progress. A task that lets go takes its
+claim back in the transaction that holds its last progress. So at any time the broker takes progress from one task only,
+and that is the one whose claim is the last.
+
+A task of another run is given time to leave by itself: it finds the new run's name in the topic, says that it is
+leaving, finishes what it has begun and lets go. One that does not answer is dead or hangs, and is fenced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaException
+
+from keylane.errors import KafkaError, TakenOverError
+from keylane.kafka.cluster import TIMEOUT
+from keylane.kafka.scribe import transactional
+from keylane.kafka.state import OWNER, RUN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from keylane.kafka.scribe import Note, Scribe
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.state import Claim, State
+
+log = logging.getLogger("keylane.task")
+
+ANSWERS = 1.0
+"""Seconds that a task of another run has to say that it is leaving."""
+_LOOK = 0.2
+
+
+def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
+    """From here on the app belongs to this run; any other one ends. Raises KafkaError."""
+    found = {"run": run, "who": f"{socket.gethostname()}:{os.getpid()}", "at": time.time()}
+    producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
+    try:
+        producer.begin_transaction()
+        for partition in range(partitions):
+            producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition)
+        producer.commit_transaction(3 * TIMEOUT)
+    except KafkaException as error:
+        if error.args[0].fatal():
+            raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
+        raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+
+
+class Claims:
+    """One task's. Blocks, but for :meth:`leaving` and :meth:`release`."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        app: str,
+        state: State,
+        scribe: Scribe,
+        run: str,
+        who: str,
+        patience: float,
+    ) -> None:
+        self._settings = settings
+        self._app = app
+        self._state = state
+        self._scribe = scribe
+        self._run = run
+        self._who = who
+        self._patience = patience
+        self._partitions: list[int] = []
+
+    def claim(self, partitions: Iterable[int]) -> bool:
+        """Own these partitions; whether nobody had to be fenced.
+
+        Raises TakenOverError when the app belongs to another run.
+        """
+        self._partitions = list(partitions)
+        self.check_run()
+        self._scribe.write(self._notes(self._value()))
+        began = time.monotonic()
+        clean = True
+        while True:
+            seen = self._state.read_through(self._scribe.written, _LOOK)
+            self.check_run()
+            before = self._before()
+            if seen and not before:
+                return clean
+            waited = time.monotonic() - began
+            if not before and waited > 3 * TIMEOUT + self._patience:
+                raise KafkaError(f"app {self._app!r}: the claim was written, but it cannot be read")
+            dead = {owner for owner, claim in before.items() if waited > self._waits(claim)}
+            for owner in dead:
+                log.warning("task %s is replaced: its transactional id is fenced", before[owner].who)
+                transactional(self._settings, owner)
+            if dead:
+                clean = False
+                self._scribe.write(
+                    (p, OWNER + owner.encode(), None)
+                    for p in self._partitions
+                    for owner in dead & self._state.owners.get(p, {}).keys()
+                )
+            elif before:
+                time.sleep(0.02)
+                self._state.poll()
+
+    def check_run(self) -> None:
+        """Raises TakenOverError when the app belongs to another run."""
+        found = self._state.successor
+        if found is not None:
+            raise TakenOverError(
+                f"app {self._app!r} was taken over by another run, started by {found.get('who')} at "
+                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.get('at', 0)))}; this one has ended"
+            )
+
+    @property
+    def lost(self) -> bool:
+        """Whether another task has claimed one of the partitions since."""
+        for partition in self._partitions:
+            own = self._own(partition)
+            if own is None:  # it was taken back: who did that has fenced this one
+                return True
+            claims = self._state.owners[partition].values()
+            if any(claim.place > own.place and not claim.leaving for claim in claims):
+                return True
+        return False
+
+    def leaving(self) -> None:
+        """Say that what has begun will be finished, and nothing else."""
+        for partition, name, value in self._notes(self._value(leaving=True)):
+            self._scribe.note(partition, name, value)
+
+    def release(self) -> None:
+        """Let go, in the transaction that is open."""
+        for partition, name, _ in self._notes(None):
+            self._scribe.note(partition, name, None)
+
+    def _own(self, partition: int) -> Claim | None:
+        return self._state.owners.get(partition, {}).get(self._scribe.id)
+
+    def _before(self) -> dict[str, Claim]:
+        """Who claimed one of the partitions before, and has not let go."""
+        found: dict[str, Claim] = {}
+        for partition in self._partitions:
+            own = self._own(partition)
+            found |= {
+                owner: claim
+                for owner, claim in self._state.owners.get(partition, {}).items()
+                if owner != self._scribe.id and (own is None or claim.place < own.place or claim.leaving)
+            }
+        return found
+
+    def _waits(self, claim: Claim) -> float:
+        """Seconds that this owner is waited for."""
+        if claim.run == self._run:
+            return -1.0  # Spark has given up on it
+        return self._patience if claim.leaving else ANSWERS
+
+    def _value(self, *, leaving: bool = False) -> bytes:
+        value: dict[str, Any] = {"run": self._run, "who": self._who}
+        return json.dumps(value | ({"leaving": True} if leaving else {})).encode()
+
+    def _notes(self, value: bytes | None) -> list[Note]:
+        name = OWNER + self._scribe.id.encode()
+        return [(p, name, value) for p in self._partitions]

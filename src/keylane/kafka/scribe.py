@@ -1,0 +1,269 @@
+"""The owner's transactional producer: what a task writes down is there whole or not at all.
+
+A task owns its partitions as long as nobody has fenced its transactional id. From then on the broker takes nothing
+from it: neither progress nor a record of the state topic and, with ``delivery="exactly_once"``, no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException
+
+from keylane.errors import AbortedError, FencedError, KafkaError
+from keylane.kafka.cluster import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from confluent_kafka import TopicPartition
+
+    from keylane.engine.engine import Then
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.message import Headers
+
+log = logging.getLogger("keylane.kafka")
+
+LASTS = 60.0
+"""Seconds after which the broker gives up on a transaction."""
+_FENCED = (
+    ClientError._FENCED,  # noqa: SLF001 - the client's public constant
+    ClientError.PRODUCER_FENCED,
+    ClientError.INVALID_PRODUCER_EPOCH,
+    ClientError.INVALID_PRODUCER_ID_MAPPING,
+)
+_ANY_PARTITION = -1
+
+Note = tuple[int, bytes, bytes | None]
+"""Partition, name and value of a record of the state topic."""
+
+
+def transactional(settings: KafkaSettings, name: str) -> Any:
+    """A producer of this transactional id; whoever had it before is fenced. Blocks. Raises KafkaError."""
+    producer = settings.producer(
+        **{
+            "transactional.id": name,
+            "transaction.timeout.ms": int(LASTS * 1000),
+            "message.timeout.ms": int(LASTS * 1000),
+            # A transaction that follows another at once is told to come again; the client's 100 ms are long for that.
+            "retry.backoff.ms": 5,
+            "retry.backoff.max.ms": 200,
+        }
+    )
+    deadline = time.monotonic() + LASTS
+    while True:
+        try:
+            # The client looks for its coordinator twice a second, unless it knows a broker when it begins.
+            producer.list_topics(timeout=TIMEOUT)
+            producer.init_transactions(TIMEOUT)
+        except KafkaException as error:
+            if not error.args[0].retriable() or time.monotonic() > deadline:
+                raise KafkaError(
+                    f"transactional id {name!r} could not be had: {error.args[0].str()}. "
+                    "Progress is written in transactions: the broker must allow ids that begin with the app's name"
+                ) from error
+        else:
+            return producer
+
+
+class Scribe:
+    """Used on the loop's thread, but for :meth:`write`. A transaction is open from the first :meth:`put` on.
+
+    ``fail`` is told what makes it useless. While one transaction is being committed, what is put waits for the next.
+    """
+
+    def __init__(self, settings: KafkaSettings, app: str, topic: str, group: Any) -> None:
+        self.id = f"{app}.{uuid.uuid4().hex}"
+        self.written: dict[int, int] = {}
+        """By partition of the state topic: where the last record lies that was committed."""
+        self.fail: Callable[[BaseException], None] = lambda _error: None
+        self._topic = topic
+        self._group = group
+        self._producer = transactional(settings, self.id)
+        self._produce = self._producer.produce
+        self._open = False
+        self._committing = False
+        self._waiting: list[tuple[Any, ...]] = []
+        self._thens: list[Then] = []
+        self._soon: list[Then] = []
+        self._places: dict[
+            int, int
+        ] = {}  # of the open transaction's records; written where reports are served
+        self._over: FencedError | KafkaError | None = None
+        self._lock: asyncio.Lock
+
+    def attach(self) -> None:
+        """Work for the running loop: a worker's scribe outlives the loops of its epochs."""
+        self._lock = asyncio.Lock()
+        self._soon, self._thens = [], []
+
+    def put(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        timestamp: int = 0,
+        headers: Headers | None = None,
+        *,
+        partition: int = _ANY_PARTITION,
+        report: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        """Add a record to the open transaction, or to the next. Never raises: what goes wrong ends the task."""
+        record = (topic, value, key, partition, report, None, timestamp, headers or [])
+        if self._committing:
+            self._waiting.append(record)
+        else:
+            self._send(record)
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then | None = None) -> None:
+        """A record of the state topic; ``then`` is told when its transaction is committed, or why it was not."""
+        if then is not None:
+            self._thens.append(then)
+        self.put(self._topic, value, name, partition=partition, report=self._placed)
+
+    def soon(self, then: Then) -> None:
+        """Tell it that all is well: soon, and before the transaction that is open now takes its progress."""
+        if not self._soon:
+            asyncio.get_running_loop().call_soon(self._serve)
+        self._soon.append(then)
+
+    def _serve(self) -> None:
+        while self._soon:
+            soon, self._soon = self._soon, []
+            for then in soon:
+                then(None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be committed."""
+        return self._open or bool(self._waiting)
+
+    async def commit(self, offsets: Callable[[], list[TopicPartition]] = list) -> None:
+        """Commit what was put, and these offsets, which are asked for when nothing more is added.
+
+        Raises FencedError, or AbortedError when nothing of it was taken. A caller that is cancelled leaves it running.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._commit(offsets)))
+
+    async def _commit(self, offsets: Callable[[], list[TopicPartition]]) -> None:
+        async with self._lock:
+            self._serve()
+            positions = offsets()
+            if not self._open and not positions:
+                return
+            self._begin()
+            thens, self._thens = self._thens, []
+            self._committing = True
+            try:
+                await asyncio.to_thread(self._end, positions)
+            except BaseException as error:
+                self._go_on()
+                for then in thens:
+                    then(str(error))
+                raise
+            self._go_on()
+            for then in thens:
+                then(None)
+
+    def _go_on(self) -> None:
+        self._committing = False
+        waiting, self._waiting = self._waiting, []
+        for record in waiting:
+            self._send(record)
+
+    def write(self, notes: Iterable[Note]) -> None:
+        """Write records of the state topic in a transaction of their own, while nothing else is put. Blocks."""
+        self._begin()
+        for partition, name, value in notes:
+            self._send((self._topic, value, name, partition, self._placed, None, 0, []))
+        self._end([])
+
+    # The client.
+
+    def _begin(self) -> None:
+        if self._over is not None:
+            raise self._over
+        if not self._open:
+            try:
+                self._producer.begin_transaction()
+            except KafkaException as error:
+                raise self._error(error) from error
+            self._open = True
+
+    def _send(self, record: tuple[Any, ...]) -> None:
+        try:
+            self._begin()
+            while True:
+                try:
+                    self._produce(*record)
+                except (
+                    BufferError
+                ):  # gigabytes wait for a broker that does not answer: nothing else can go on either
+                    self._producer.poll(0.1)
+                else:
+                    return
+        except KafkaException as error:
+            self.fail(self._error(error))
+        except (FencedError, KafkaError) as error:
+            self.fail(error)
+
+    def _placed(self, error: Any, message: Any) -> None:
+        if error is None:
+            place = message.partition()
+            self._places[place] = max(self._places.get(place, -1), message.offset())
+
+    def _end(self, offsets: list[TopicPartition]) -> None:
+        deadline = time.monotonic() + LASTS
+        try:
+            if offsets:
+                self._insist(
+                    lambda: self._producer.send_offsets_to_transaction(offsets, self._group, TIMEOUT),
+                    deadline,
+                )
+            self._insist(lambda: self._producer.commit_transaction(TIMEOUT), deadline)
+        finally:
+            self._open = False
+            places, self._places = self._places, {}
+        self.written |= places
+
+    def _insist(self, call: Callable[[], None], deadline: float) -> None:
+        """Call until it succeeds. Else nothing of the transaction counts."""
+        while True:
+            try:
+                return call()
+            except KafkaException as error:
+                found = error.args[0]
+                if found.fatal():
+                    raise self._error(error) from error
+                if not found.txn_requires_abort() and found.retriable() and time.monotonic() < deadline:
+                    continue
+                self._abort()
+                raise AbortedError(f"a transaction was not taken: {found.str()}") from error
+
+    def _abort(self) -> None:
+        deadline = time.monotonic() + LASTS
+        while True:
+            try:
+                self._producer.abort_transaction(TIMEOUT)
+            except KafkaException as error:
+                if error.args[0].retriable() and not error.args[0].fatal() and time.monotonic() < deadline:
+                    continue
+                raise self._error(error) from error
+            else:
+                return
+
+    def _error(self, error: KafkaException) -> FencedError | KafkaError:
+        """What makes this scribe useless: from here on it takes nothing."""
+        found = error.args[0]
+        if found.code() in _FENCED:
+            self._over = FencedError(
+                "another task has taken over; nothing that this one does counts any more"
+            )
+        else:
+            self._over = KafkaError(f"a transaction was not taken, and none will be: {found.str()}")
+        return self._over

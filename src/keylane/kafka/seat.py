@@ -1,0 +1,92 @@
+"""What a worker keeps from one epoch to the next, so that the next begins without a client's start.
+
+Spark uses its Python workers again, but nobody promises it, nor that a task comes back to the worker that had it: a
+seat saves time and holds nothing that is not in the broker too. It is given up whenever a task does not end as planned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.scribe import Scribe
+from keylane.kafka.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from confluent_kafka import Consumer, Producer
+
+    from keylane.app import App
+    from keylane.core.watermark import Progress
+    from keylane.kafka.settings import KafkaSettings
+
+
+class Seat:
+    """One app's clients in this process. Used by one task at a time."""
+
+    def __init__(self, settings: KafkaSettings, app: App) -> None:
+        self.settings = settings
+        exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
+        self.consumer: Consumer = settings.consumer(app.name, **exact)
+        self.reading: dict[int, int] = {}
+        """The partitions that the consumer is assigned, and where it goes on in each."""
+        self.cluster = Cluster(settings)
+        self.scribe = Scribe(settings, app.name, app.state, self.consumer.consumer_group_metadata())
+        self.refused: dict[tuple[int, int], str] = {}
+        """Messages whose dead letter their topic refused in a transaction, and why."""
+        self.run = ""
+        self.epoch = -1
+        """The epoch that ended here as planned."""
+        self.committed: dict[int, Progress] = {}
+        """With this progress."""
+        self._app = app
+        self._producer: Producer | None = None
+        self._state: State | None = None
+        self._partitions: list[int] = []
+
+    @property
+    def producer(self) -> Producer:
+        """For results that are in no transaction. A new one is ready after half a second."""
+        if self._producer is None:
+            self._producer = self.settings.producer()
+        return self._producer
+
+    def state(self, partitions: Iterable[int], run: str) -> State:
+        """The state topic's view of these partitions, read to what this worker has written, at least."""
+        wanted = sorted(partitions)
+        if (
+            self._state is not None
+            and (self.run, self._partitions) == (run, wanted)
+            and self._state.read_through(self.scribe.written, 1.0)
+        ):
+            self._state.begin_again()
+            return self._state
+        if self._state is not None:
+            self._state.close()
+        self.run, self._partitions, self.epoch = run, wanted, -1
+        self._state = State(self.settings, self._app.name, self._app.state, wanted, run)
+        self._state.restore()
+        return self._state
+
+    def stands(self, epoch: int, starts: Mapping[int, int]) -> bool:
+        """Whether the epoch before this one ended here, at these offsets: then nothing has changed since."""
+        return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
+
+    def keep(self) -> None:
+        """For the next task here."""
+        _seats[self.settings, self._app.name, self._app.delivery] = self
+
+    def close(self) -> None:
+        """Give everything up. A claim that still stands is fenced by whoever comes next."""
+        self.consumer.close()
+        if self._state is not None:
+            self._state.close()
+
+
+_seats: dict[tuple[KafkaSettings, str, str], Seat] = {}
+
+
+def take_seat(settings: KafkaSettings, app: App) -> Seat:
+    """The worker's seat: nobody else has it until it is kept again. Blocks. Raises KafkaError."""
+    return _seats.pop((settings, app.name, app.delivery), None) or Seat(settings, app)

@@ -1,0 +1,207 @@
+"""Who owns what: claims, fences and take-overs against a real broker; no Spark."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from keylane.errors import FencedError, TakenOverError
+from keylane.kafka.claims import ANSWERS, Claims, take_over
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.scribe import Scribe
+from keylane.kafka.state import State
+from support import wait_until
+
+if TYPE_CHECKING:
+    from keylane.kafka.settings import KafkaSettings
+    from support import Log
+
+
+class Owner:
+    """What a task has of it: a scribe, a view of the state topic, and its claims."""
+
+    def __init__(
+        self, settings: KafkaSettings, app: str, who: str, *, run: str = "r1", patience: float = 20
+    ) -> None:
+        consumer = settings.consumer(app)
+        self.app = app
+        self.scribe = Scribe(settings, app, f"{app}.state", consumer.consumer_group_metadata())
+        consumer.close()
+        self.state = State(settings, app, f"{app}.state", range(2), run)
+        self.state.restore()
+        self.claims = Claims(settings, app, self.state, self.scribe, run, who, patience)
+
+    def claim(self) -> bool:
+        return self.claims.claim(range(2))
+
+    def commit(self, offset: int) -> None:
+        """Progress and a record, in one transaction."""
+
+        async def one() -> None:
+            self.scribe.attach()
+            self.scribe.note(0, b"thing", b"%d" % offset)
+            await self.scribe.commit(lambda: [TopicPartition(f"{self.app}.in", 0, offset)])
+
+        asyncio.run(one())
+
+    def release(self) -> None:
+        async def one() -> None:
+            self.scribe.attach()
+            self.claims.release()
+            await self.scribe.commit()
+
+        asyncio.run(one())
+
+
+@pytest.fixture
+def app(log: Log, name: str) -> str:
+    log.create(f"{name}.in", f"{name}.state", partitions=2)
+    return name
+
+
+def progress(log: Log, app: str) -> int:
+    return Cluster(log.settings).committed(app, f"{app}.in", [0]).get(0, (-1, None))[0]
+
+
+def test_who_comes_later_fences_who_came_before(log: Log, app: str) -> None:
+    first = Owner(log.settings, app, "first")
+    assert first.claim()
+    first.commit(10)
+    second = Owner(log.settings, app, "second")
+    assert not second.claim(), "somebody had to be fenced"
+    second.commit(20)
+    with pytest.raises(FencedError):
+        first.commit(11)
+    assert progress(log, app) == 20
+
+    def lost() -> bool:
+        first.state.poll()
+        return first.claims.lost
+
+    wait_until(lost, 5, "it can see so before it writes")
+    assert not second.claims.lost
+    third = Owner(log.settings, app, "third")
+    assert set(third.state.owners[0]) == {second.scribe.id}, "the fenced one's claim was taken back"
+
+
+def test_who_lets_go_need_not_be_fenced(log: Log, app: str) -> None:
+    first = Owner(log.settings, app, "first")
+    assert first.claim()
+    first.release()
+    second = Owner(log.settings, app, "second")
+    assert second.claim()
+    second.release()
+    assert first.claim(), "the same scribe may claim again: nobody has fenced it"
+
+
+def test_a_zombie_in_the_middle_of_a_transaction_loses_it(log: Log, app: str) -> None:
+    zombie = Owner(log.settings, app, "zombie")
+    zombie.claim()
+    zombie.commit(5)
+    # It stops after its records were sent, before their commit.
+    zombie.scribe._begin()
+    zombie.scribe._send((f"{app}.state", b"late", b"thing", 0, None, None, 0, []))
+    zombie.scribe._producer.flush(5)
+    began = time.monotonic()
+    heir = Owner(log.settings, app, "heir")
+    heir.claim()
+    assert time.monotonic() - began < 5
+    assert heir.state.owners[0].keys() == {heir.scribe.id}
+    with pytest.raises(FencedError):
+        zombie.scribe._end([TopicPartition(f"{app}.in", 0, 6)])
+    assert progress(log, app) == 5
+    values = [row.value for row in log.read(f"{app}.state")]
+    assert b"5" in values
+    assert b"late" not in values, "what was not committed is not read"
+
+
+def test_of_two_that_claim_at_the_same_time_one_is_left(log: Log, app: str) -> None:
+    """Five rounds: whoever is left can write, and everybody else cannot."""
+    owners = [Owner(log.settings, app, f"o{number}") for number in range(3)]
+    for number in range(5):
+        gate = threading.Barrier(len(owners))
+
+        def race(owner: Owner, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            owner.claim()
+
+        with ThreadPoolExecutor(len(owners)) as pool:
+            for outcome in [pool.submit(race, owner) for owner in owners]:
+                outcome.exception()
+        left = []
+        for owner in owners:
+            try:
+                owner.commit(100 + number)
+            except FencedError:
+                continue
+            left.append(owner)
+        assert len(left) <= 1, "two owners at once"
+        fresh = Owner(log.settings, app, "next")
+        fresh.claim()
+        owners = [fresh, *(Owner(log.settings, app, f"n{number}.{i}") for i in range(2))]
+
+
+def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
+    take_over(log.settings, app, f"{app}.state", 2, "r1")
+    old = Owner(log.settings, app, "old")
+    old.claim()
+    take_over(log.settings, app, f"{app}.state", 2, "r2")
+    steps: list[str] = []
+
+    def leave() -> None:
+        while old.state.successor is None:
+            old.state.poll()
+            time.sleep(0.02)
+
+        async def say() -> None:
+            old.scribe.attach()
+            old.claims.leaving()
+            await old.scribe.commit()
+
+        asyncio.run(say())
+        time.sleep(2 * ANSWERS)
+        steps.append("left")
+        old.release()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    new = Owner(log.settings, app, "new", run="r2")
+    assert new.claim(), "it was not fenced"
+    steps.append("claimed")
+    leaving.join()
+    assert steps == ["left", "claimed"]
+    with pytest.raises(TakenOverError, match="taken over by another run"):
+        old.claim()
+
+
+def test_another_run_that_does_not_answer_is_fenced(log: Log, app: str) -> None:
+    old = Owner(log.settings, app, "old")
+    old.claim()
+    take_over(log.settings, app, f"{app}.state", 2, "r2")
+    new = Owner(log.settings, app, "new", run="r2")
+    began = time.monotonic()
+    assert not new.claim()
+    assert ANSWERS < time.monotonic() - began < ANSWERS + 3
+    with pytest.raises(FencedError):
+        old.commit(1)
+
+
+def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str) -> None:
+    for number in range(3):
+        runs = [f"{number}-{i}" for i in range(3)]
+        with ThreadPoolExecutor(len(runs)) as pool:
+            asked = [pool.submit(take_over, log.settings, app, f"{app}.state", 2, run) for run in runs]
+            failed = [one.exception() for one in asked]
+        assert all(error is None or isinstance(error, TakenOverError) for error in failed)
+        state = State(log.settings, app, f"{app}.state", range(2), "")
+        state.restore()
+        state.close()
+        assert state.runs[0] == state.runs[1], "the partitions name different runs"
+        winner = runs.index(state.runs[0]["run"])
+        assert failed[winner] is None
