@@ -54,11 +54,20 @@ class _Consumer:
         self._log = log
         self._next = 0
         self._ended = False
+        self._rest: list[_Record] = []
 
     def assign(self, partitions: list[Any]) -> None:
         assert [p.topic for p in partitions] == ["chat.state"] * self._log.partitions
 
+    def poll(self, timeout: float) -> _Record | None:
+        found = self.consume(1, timeout)
+        self._rest = found[1:]
+        return found[0] if found else None
+
     def consume(self, number: int, _timeout: float) -> list[_Record]:
+        if self._rest:
+            rest, self._rest = self._rest, []
+            return rest
         found = self._log.records[self._next : self._next + number]
         self._next += len(found)
         if not found and not self._ended:

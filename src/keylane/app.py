@@ -30,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OnFailure = Literal["skip", "block", "block_and_dlq", "park"]
 Order = Literal["key", "partition", "global", "none"]
 Delivery = Literal["at_least_once", "exactly_once"]
+Commit = Literal["live", "epoch"]
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -93,6 +94,10 @@ class App:
     ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
     ``commit_interval``, and who reads the sink ``read_committed`` finds each result once.
 
+    ``commit`` says when progress moves: ``"live"`` while messages are done, or ``"epoch"`` when Spark has committed the
+    epoch. The latter is for results that go to a Spark sink (Parquet, Delta): without ``sink=``, what the last stage
+    returns is the column ``result`` of the outcomes, and after a crash the whole epoch runs again.
+
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
     (seconds; 1, or 0.05 with exactly_once), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
@@ -108,6 +113,7 @@ class App:
         order: Order = "key",
         on_failure: OnFailure = "skip",
         delivery: Delivery = "at_least_once",
+        commit: Commit = "live",
         retry: Retry | None = None,
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
@@ -168,6 +174,19 @@ class App:
                 f"App {name!r}: delivery={delivery!r} is not known; it is 'at_least_once' or 'exactly_once'"
             )
         self.delivery = delivery
+        if commit not in ("live", "epoch"):
+            raise SettingsError(f"App {name!r}: commit={commit!r} is not known; it is 'live' or 'epoch'")
+        if commit == "epoch" and (sink is not None or delivery == "exactly_once"):
+            raise SettingsError(
+                f"App {name!r}: commit='epoch' is for results that go to a Spark sink, in the column 'result' of the "
+                "outcomes; it takes no sink= and no delivery='exactly_once'"
+            )
+        if commit == "epoch" and on_failure == "park":
+            raise SettingsError(
+                f"App {name!r}: commit='epoch' does not go with on_failure='park': a redriven lane would go on before "
+                "Spark has its rows"
+            )
+        self.commit = commit
         usual = 0.05 if delivery == "exactly_once" else 1.0
         self.commit_interval = _more_than_zero(
             "commit_interval", usual if commit_interval is None else commit_interval

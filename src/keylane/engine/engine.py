@@ -123,7 +123,7 @@ class Engine:
         self._output = output
         self._on_done = on_done
         self._decode = decoder(app)
-        self._has_sink = app.sink is not None
+        self._has_sink = app.sink is not None or app.commit == "epoch"
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
             lambda *_: None

@@ -13,7 +13,7 @@ from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
 from keylane.errors import FloodError
 from keylane.kafka.scribe import LASTS
-from keylane.kafka.state import ATTEMPTS, ELSEWHERE, MAX_PROGRESS, PROGRESS
+from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, PROGRESS, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,6 +43,8 @@ class Books:
         """Seconds for which to write nothing more, because the last record was a large one."""
         self._app = app
         self._exact = app.delivery == "exactly_once"
+        self._by_epoch = app.commit == "epoch"
+        self._epoch = 0
         self._committed: dict[int, Progress] = {}
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
@@ -56,6 +58,7 @@ class Books:
         Raises FloodError when this run was stopped by its flood guard, TakenOverError when another one goes on.
         """
         self._seat = seat
+        self._epoch = plan.epoch
         if state.flooded:
             raise FloodError(state.flooded)
         clean = claims.claim(plan.starts)
@@ -117,19 +120,33 @@ class Books:
         def close() -> list[TopicPartition]:
             self._engine.settle()
             attempts.update(self._note_attempts())
-            self._desk.write_down()
-            offsets = self._offsets(changed, last=last)
+            if self._by_epoch:
+                offsets = self._propose(changed) if last else []
+            else:
+                self._desk.write_down()
+                offsets = self._offsets(changed, last=last)
             closing()
             return offsets
 
         await self._seat.scribe.commit(close)
         self._attempts |= attempts
         self._committed |= changed
-        self._engine.stops.committed(self._is_committed)
+        if not self._by_epoch:
+            self._engine.stops.committed(self._is_committed)
 
     def leave(self, epoch: int) -> None:
         """The epoch ended as planned; what was written last stands."""
         self._seat.epoch, self._seat.committed = epoch, self._committed
+
+    def _propose(self, changed: dict[int, Progress]) -> list[TopicPartition]:
+        """Of every partition, changed or not: what an attempt that failed has proposed must not stand."""
+        for partition, mark in self.watermarks.items():
+            progress = changed[partition] = mark.progress()
+            redriven = self._desk.redriven(partition)
+            text = encode(progress, MAX_PROGRESS - len(redriven))
+            proposal = Proposal(self._epoch, progress.watermark, text, redriven)
+            self._seat.scribe.note(partition, EPOCH, proposal.encode())
+        return []
 
     def _offsets(self, changed: dict[int, Progress], *, last: bool) -> list[TopicPartition]:
         offsets = []

@@ -94,6 +94,8 @@ class Desk:
 
     def write_down(self) -> None:
         """Note which letters were redriven, where that has changed."""
+        if self._app.commit == "epoch":  # it is proposed with the epoch's progress
+            return
         changed, self._changed = self._changed, set()
         for partition in sorted(changed):
 
@@ -102,6 +104,11 @@ class Desk:
                     self._changed.add(partition)
 
             self._output.note(partition, REDRIVEN, self._redriven[partition].encode(), written)
+
+    def redriven(self, partition: int) -> str:
+        """Which letters were redriven, as text."""
+        found = self._redriven.get(partition)
+        return "" if found is None else found.encode().decode()
 
     async def run(self) -> None:
         """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""

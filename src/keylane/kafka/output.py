@@ -45,6 +45,10 @@ class KafkaOutput:
 
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Raises :class:`Poison` when the value is larger than the sink takes."""
+        if not self._sink:  # it goes to Spark's sink, with the outcome
+            delivery.value = value
+            delivery.engine.acknowledge(delivery)
+            return
         headers = delivery.headers
         for name, _ in headers:
             if name == EVENT_ID:

@@ -62,10 +62,11 @@ class Seat:
         ):
             self._state.begin_again()
             return self._state
-        if self._state is not None:
-            self._state.close()
         self.run, self._partitions, self.epoch = run, wanted, -1
-        self._state = State(self.settings, self._app.name, self._app.state, wanted, run)
+        if self._state is None:
+            self._state = State(self.settings, self._app.name, self._app.state, wanted, run)
+        else:
+            self._state = self._state.of(wanted, run)
         self._state.restore()
         return self._state
 

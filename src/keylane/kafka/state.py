@@ -8,6 +8,7 @@ so an order is seen wherever a task runs and whenever it began.
 key                      value
 =======================  ==================================================================
 ``progress``             the text of :mod:`keylane.core.progress`, with its watermark before it
+``epoch``                progress that waits for Spark to commit the epoch: :class:`Proposal`
 ``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
@@ -41,6 +42,8 @@ from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from confluent_kafka import Consumer
+
     from keylane.core.progress import Restored
     from keylane.core.record import Kept, LaneRecord
     from keylane.kafka.settings import KafkaSettings
@@ -54,6 +57,7 @@ ATTEMPTS = b"attempts"
 REDRIVEN = b"redriven"
 REST = b"rest"
 RUN = b"run"
+EPOCH = b"epoch"
 OWNER = b"owner/"
 MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
@@ -83,6 +87,21 @@ def order_stop(
 
 
 @dataclass(frozen=True, slots=True)
+class Proposal:
+    """For ``commit="epoch"``: how far a task came in the epoch. It counts when Spark has committed that."""
+
+    epoch: int
+    watermark: int
+    text: str
+    """Of :mod:`keylane.core.progress`."""
+    redriven: str
+
+    def encode(self) -> bytes:
+        """For the state topic."""
+        return json.dumps([self.epoch, self.watermark, self.text, self.redriven]).encode()
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A task says that it owns a partition."""
 
@@ -94,6 +113,11 @@ class Claim:
     """It finishes what it has begun, and then lets go."""
 
 
+def _consumer(settings: KafkaSettings, app: str) -> Consumer:
+    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
+    return settings.consumer(f"{app}.state", **few, **{"isolation.level": "read_committed"})
+
+
 class State:
     """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
 
@@ -101,19 +125,20 @@ class State:
     """
 
     def __init__(
-        self, settings: KafkaSettings, app: str, topic: str, partitions: Iterable[int], run: str
+        self,
+        settings: KafkaSettings,
+        app: str,
+        topic: str,
+        partitions: Iterable[int],
+        run: str,
+        consumer: Consumer | None = None,
     ) -> None:
+        self._settings = settings
+        self._app = app
         self._topic = topic
         self._partitions = list(partitions)
         self._run = run
-        self._consumer = settings.consumer(
-            f"{app}.state",
-            **{
-                "queued.min.messages": 1000,
-                "queued.max.messages.kbytes": 16_384,
-                "isolation.level": "read_committed",
-            },
-        )
+        self._consumer = consumer or _consumer(settings, app)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, str] = {}
         self._fresh: list[Order] = []
@@ -121,6 +146,7 @@ class State:
         self.flooded = ""  # why the run was stopped
         self.runs: dict[int, dict[str, Any]] = {}  # whom the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
+        self.proposals: dict[int, Proposal] = {}
         self.attempts: dict[int, dict[int, Kept]] = {}
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, Ranges] = {}
@@ -136,7 +162,7 @@ class State:
         left = set(self._partitions)
         heard = time.monotonic()
         while left:
-            for message in self._consumer.consume(1000, 0.05):
+            for message in self._batch(0.05):
                 heard = time.monotonic()
                 if self._read(message):
                     left.discard(message.partition())
@@ -151,12 +177,18 @@ class State:
         while any(self._next.get(p, place + 1) <= place for p, place in places.items()):
             if time.monotonic() > deadline:
                 return False
-            # One at a time while there is nothing: consume() waits out its time-out for the rest.
-            message = self._consumer.poll(0.02)
-            if message is not None:
-                for one in (message, *self._consumer.consume(1000, 0)):
-                    self._read(one)
+            for message in self._batch(0.02):
+                self._read(message)
         return True
+
+    def of(self, partitions: Iterable[int], run: str) -> State:
+        """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
+        return State(self._settings, self._app, self._topic, partitions, run, self._consumer)
+
+    def _batch(self, timeout: float) -> list[Any]:
+        # One at a time while there is nothing: consume() waits out its time-out for the rest.
+        message = self._consumer.poll(timeout)
+        return [] if message is None else [message, *self._consumer.consume(1000, 0)]
 
     def _read(self, message: Any) -> bool:
         """Take a record; whether it was the partition's end instead."""
@@ -164,6 +196,7 @@ class State:
         if error is None:
             self._take(message)
         elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+            self._next[message.partition()] = message.offset()
             return True
         elif error.fatal() or not error.retriable():
             raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
@@ -241,6 +274,8 @@ class State:
             self.redriven[partition] = Ranges.decode(value)
         elif name.startswith((LANE, KEYLESS)):
             self.lanes[partition, name] = decode_lane(name, partition, value)
+        elif name == EPOCH:
+            self.proposals[partition] = Proposal(*json.loads(value))
         elif name == RUN:
             self.runs[partition] = json.loads(value)
         elif name == STOP:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from keylane.core.outcome import Outcome
+
 if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
 
 DDL = (
     "key BINARY, partition INT, offset BIGINT, event_id STRING, outcome STRING, attempts INT, "
-    "started TIMESTAMP, finished TIMESTAMP, error STRING, owner STRING, epoch BIGINT"
+    "started TIMESTAMP, finished TIMESTAMP, error STRING, owner STRING, epoch BIGINT, result BINARY"
 )
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -28,12 +30,16 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("owner", pa.string()),
         ("epoch", pa.int64()),
+        ("result", pa.binary()),
     ]
 )
 
 
-def to_arrow(deliveries: list[Delivery], owner: str, epoch: int) -> pa.RecordBatch:
-    """One row per delivery, column by column: a dict per row would cost more than the engine does."""
+def to_arrow(deliveries: list[Delivery], owner: str, epoch: int, *, results: bool) -> pa.RecordBatch:
+    """One row per delivery, column by column: a dict per row would cost more than the engine does.
+
+    ``results``: with what the last stage returned.
+    """
     count = len(deliveries)
     columns = [
         pa.array([d.key for d in deliveries], pa.binary()),
@@ -47,8 +53,13 @@ def to_arrow(deliveries: list[Delivery], owner: str, epoch: int) -> pa.RecordBat
         pa.array([d.error for d in deliveries], pa.string()),
         pa.repeat(owner, count),
         pa.repeat(epoch, count).cast(pa.int64()),
+        pa.array([_result(d) for d in deliveries], pa.binary()) if results else pa.nulls(count, pa.binary()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _result(delivery: Delivery) -> bytes | None:
+    return delivery.value if delivery.outcome is Outcome.OK else None
 
 
 def _event_id(delivery: Delivery) -> str:

@@ -68,6 +68,14 @@ class LaneQuery(StreamingQuery):
 
 def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> LaneQuery:
     """See :meth:`keylane.App.start`."""
+    if app.commit == "epoch":
+        if given.get("outcomes", "all") != "all":
+            raise SettingsError("commit='epoch' needs outcomes='all': the results are among them")
+        if "checkpointLocation" not in given:
+            raise SettingsError(
+                "commit='epoch' needs checkpointLocation: it says which epochs Spark has committed to its sink"
+            )
+        given = {"outcomes": "all", **given}
     options, plan, partitions = _plan(app, spark, parcel, given)
     writer = _read(spark, plan).writeStream.format(options.format).queryName(options.name or app.name)
     if options.path:
@@ -114,6 +122,7 @@ def _plan(
         tasks=min(options.tasks or slots, slots),
         sink_limit=topics.sink_limit,
         outcomes=options.outcomes,
+        commit=app.commit,
     )
     return options, plan, topics.partitions
 

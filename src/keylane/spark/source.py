@@ -11,6 +11,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane.kafka.cluster import Cluster
+from keylane.kafka.settler import Settler
 from keylane.kafka.state import State
 from keylane.kafka.task import Task, TaskPlan
 from keylane.spark.outcomes import DDL, to_arrow
@@ -43,6 +44,7 @@ class RunPlan:
     tasks: int
     sink_limit: int
     outcomes: str
+    commit: str
 
 
 class TaskPartition(InputPartition):
@@ -82,7 +84,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._target: dict[int, int] | None = None
-        self._cluster: Cluster | None = None  # made in the planner's process, where it is used; never pickled
+        # Made in the planner's process, where they are used; never pickled.
+        self._cluster: Cluster | None = None
+        self._settler: Settler | None = None
 
     # The planner.
 
@@ -111,6 +115,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
         """The next epoch; ``start`` again when everything there was is done."""
+        self.commit(start)
         cluster = self._connect()
         starts = self._positions(cluster, start)
         if self._target is not None and self._rested(starts, self._target):
@@ -121,6 +126,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The epoch, cut into at most as many tasks as there are slots."""
         if start == end:
             return []
+        self.commit(start)  # an epoch that a crash cut off is planned again without being asked for
         plan = self._plan
         starts = {int(p): offset for p, offset in end["starts"].items()}
         count = min(plan.tasks, len(starts))
@@ -141,6 +147,14 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
             for task, share in enumerate(shares)
         ]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Spark has committed this epoch and all before it."""
+        plan = self._plan
+        if plan.commit == "epoch":
+            if self._settler is None:
+                self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run)
+            self._settler.settle(end["epoch"])
 
     def _rested(self, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
         """Whether everything up to the target is done, but what stands in lanes that have stopped."""
@@ -187,8 +201,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 context.attemptNumber() + 1,
             )
         task = Task(self._plan.parcel.open(), partition.plan)
+        results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
-            yield to_arrow(deliveries, task.owner, partition.plan.epoch)
+            yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results)
 
 
 def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:
