@@ -13,7 +13,7 @@ from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
 from keylane.errors import FloodError
 from keylane.kafka.scribe import LASTS
-from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, PROGRESS, Proposal
+from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, NOTHING, PROGRESS, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,16 +74,50 @@ class Books:
         app = self._app
         progress = {}
         found = seat.cluster.committed(app.name, app.source, starts)
+        begins = seat.cluster.ends(app.source, starts, earliest=True)
+        ends = seat.cluster.ends(app.source, starts)
         for partition, fallback in starts.items():
-            offset, metadata = found.get(partition, (fallback, None))
+            where = f"{app.source}/{partition}"
+            offset, metadata = found.get(partition, (fallback, NOTHING))
             restored = state.progress(partition, offset, metadata)
-            if restored.problem:
+            if partition not in found:
+                log.info("%s: the group has no offset for it; it is read from %d on", where, offset)
+            elif not metadata:
                 log.warning(
-                    "%s/%d: %s; messages after %d run again", app.source, partition, restored.problem, offset
+                    "%s: offset %d was not committed by this app; somebody has moved its group. Everything below it "
+                    "counts as done, everything from it on runs, also what ran before",
+                    where,
+                    offset,
                 )
-            progress[partition] = restored.progress
+            if restored.problem:
+                log.warning("%s: %s; messages after %d run again", where, restored.problem, offset)
+            progress[partition] = self._fitting(where, restored.progress, begins[partition], ends[partition])
             if partition in found:  # else it is written down as soon as there is anything to write
                 self._committed[partition] = restored.progress
+        return progress
+
+    @staticmethod
+    def _fitting(where: str, progress: Progress, begin: int, end: int) -> Progress:
+        """The progress, or what is made of it when the log does not fit it any more."""
+        if progress.watermark > end:
+            log.error(
+                "%s: %d messages were done, but the log ends at %d: it was truncated, or the topic was made anew. "
+                "What is in it may be new, so all of it runs",
+                where,
+                progress.watermark,
+                end,
+            )
+            return Progress(watermark=begin, position=begin)
+        if progress.watermark < begin:
+            log.error(
+                "%s: the log begins at %d and messages from %d on were not done: their retention is over, they are "
+                "lost. Retention must be longer than the lag",
+                where,
+                begin,
+                progress.watermark,
+            )
+            if progress.position <= begin:
+                return Progress(watermark=begin, position=begin)
         return progress
 
     def restore_lanes(self, state: State, engine: Engine, output: KafkaOutput) -> None:
@@ -156,7 +190,7 @@ class Books:
             progress = mark.progress()
             if progress == self._committed.get(partition):
                 continue
-            metadata = encode(progress, MAX_PROGRESS)
+            metadata = encode(progress, MAX_PROGRESS) or NOTHING
             if len(metadata) > LIMIT:
                 wait = len(metadata) / _STATE_RATE
                 if (

@@ -57,6 +57,14 @@ def patiently(call: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
+def introduce(consumer: Consumer, topic: str) -> None:
+    """Let a new consumer find the topic now: by itself it would take up to a second after its assignment."""
+    try:
+        consumer.list_topics(topic, timeout=TIMEOUT)
+    except KafkaException as error:
+        raise KafkaError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topics:
     """What an app needs to know of its topics."""

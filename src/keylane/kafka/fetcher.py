@@ -133,6 +133,8 @@ class Fetcher:
         try:
             if self._reading != self._starts:
                 self._consumer.assign([TopicPartition(self._topic, p, o) for p, o in self._starts.items()])
+                # A partition stays paused over assignments.
+                self._consumer.resume([TopicPartition(self._topic, p) for p in self._starts])
             for partition in self._starts:
                 self._check_end(partition, self._starts[partition])
             while not self._closing.is_set():
@@ -188,7 +190,8 @@ class Fetcher:
         share = self.shares[partition]
         if not share.ended:
             share.ended = True
-            self._consumer.pause([TopicPartition(self._topic, partition)])
+            # Not paused: a client whose partitions were all paused may take a second to fetch again.
+            self._consumer.incremental_unassign([TopicPartition(self._topic, partition)])
 
     @property
     def ended(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keylane.kafka.cluster import Cluster
+from keylane.kafka.cluster import Cluster, introduce
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.state import State
 
@@ -29,6 +29,7 @@ class Seat:
         self.settings = settings
         exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
         self.consumer: Consumer = settings.consumer(app.name, **exact)
+        introduce(self.consumer, app.source)
         self.reading: dict[int, int] = {}
         """The partitions that the consumer is assigned, and where it goes on in each."""
         self.cluster = Cluster(settings)

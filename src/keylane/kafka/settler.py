@@ -11,7 +11,7 @@ from keylane.core.progress import LIMIT
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT, Cluster
 from keylane.kafka.scribe import transactional
-from keylane.kafka.state import ELSEWHERE, PROGRESS, REDRIVEN, State
+from keylane.kafka.state import ELSEWHERE, NOTHING, PROGRESS, REDRIVEN, State
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
@@ -43,7 +43,7 @@ class Settler:
         for partition, proposal in state.proposals.items():
             if proposal.epoch != epoch:
                 continue  # of an epoch that Spark has not committed, or that counts already
-            metadata = proposal.text
+            metadata = proposal.text or NOTHING
             if len(metadata) > LIMIT:
                 notes.append((partition, PROGRESS, f"{proposal.watermark} {metadata}".encode()))
                 metadata = ELSEWHERE

@@ -36,7 +36,7 @@ from keylane.core.progress import decode
 from keylane.core.ranges import Ranges
 from keylane.core.record import KEYLESS, LANE, decode_kept, decode_lane
 from keylane.errors import KafkaError
-from keylane.kafka.cluster import TIMEOUT
+from keylane.kafka.cluster import TIMEOUT, introduce
 from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
 ELSEWHERE = "kl1:@"
 """The metadata of an offset whose progress lies in the state topic."""
+NOTHING = "kl1:-"
+"""The metadata of an offset that nothing is done above. Not empty: that is what others write who move a group."""
 
 
 def order_stop(
@@ -115,7 +117,9 @@ class Claim:
 
 def _consumer(settings: KafkaSettings, app: str) -> Consumer:
     few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
-    return settings.consumer(f"{app}.state", **few, **{"isolation.level": "read_committed"})
+    consumer = settings.consumer(f"{app}.state", **few, **{"isolation.level": "read_committed"})
+    introduce(consumer, f"{app}.state")
+    return consumer
 
 
 class State:
@@ -204,6 +208,8 @@ class State:
 
     def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
         """Progress from a committed offset: its metadata, or what lies in the topic when it says so."""
+        if metadata == NOTHING:
+            return decode(watermark, None)
         if metadata != ELSEWHERE:
             return decode(watermark, metadata)
         begins, _, text = self._progress.get(partition, "").partition(" ")

@@ -1,0 +1,205 @@
+"""What a task makes of the progress it finds: a real broker and real tasks, one after another, without Spark."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from keylane import App, Message, Poison
+from keylane.kafka import seat
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.task import Task, TaskPlan
+from keylane.testing import HistoryWriter, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from support import Log
+
+
+class Runner:
+    """Runs an app's tasks in this process, over everything that is there."""
+
+    def __init__(self, log: Log, name: str, folder: Path, **settings: Any) -> None:
+        self.log, self.name = log, name
+        self.source = f"{name}.in"
+        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
+        self.epoch = 0
+
+        @self.app.stage
+        async def work(msg: Message) -> None:
+            if msg.value.endswith(b"!"):
+                raise Poison("stuck")
+
+    def run(self, run: str = "r1", starts: dict[int, int] | None = None) -> list[tuple[int, int]]:
+        """The positions that were done."""
+        count = self.log.cluster.partitions(self.source)
+        Cluster(self.log.settings).prepare(self.app)
+        self.epoch += 1
+        plan = TaskPlan(
+            run=run,
+            epoch=self.epoch,
+            task=0,
+            settings=self.log.settings,
+            starts=starts or self.positions(),
+            until=self.log.cluster.ends(self.source, range(count)),
+            seconds=30,
+            sink_limit=0,
+        )
+        return [(d.partition, d.offset) for batch in Task(self.app, plan).outcomes() for d in batch]
+
+    def positions(self) -> dict[int, int]:
+        partitions = range(self.log.cluster.partitions(self.source))
+        found = self.log.cluster.committed(self.name, self.source, partitions)
+        return {p: found.get(p, (0, None))[0] for p in partitions}
+
+    def committed(self) -> tuple[int, str | None]:
+        return self.log.cluster.committed(self.name, self.source, [0])[0]
+
+    def move(self, offset: int, metadata: str = "") -> None:
+        """As an operator does, or another program."""
+        consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": self.name})
+        try:
+            consumer.commit(
+                offsets=[TopicPartition(self.source, 0, offset, metadata=metadata)], asynchronous=False
+            )
+        finally:
+            consumer.close()
+
+    def forget(self) -> None:
+        """Delete the group."""
+        for future in self.log.cluster._admin.delete_consumer_groups([self.name]).values():
+            future.result(10)
+
+
+@pytest.fixture
+def runner(log: Log, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Runner:
+    caplog.set_level(logging.INFO)
+    log.create(f"{name}.in", partitions=1)
+    log.send(f"{name}.in", messages(100))
+    runner = Runner(log, name, tmp_path)
+    assert len(runner.run()) == 100
+    assert runner.committed()[0] == 100
+    log.send(f"{name}.in", messages(20))
+    caplog.clear()
+    return runner
+
+
+def messages(count: int) -> list[dict[str, Any]]:
+    return [{"key": b"k%d" % (i % 7), "value": b"%d" % i} for i in range(count)]
+
+
+def offsets(places: list[tuple[int, int]]) -> list[int]:
+    return sorted(offset for _, offset in places)
+
+
+def test_a_group_that_was_moved_back_runs_again_with_a_warning(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.move(50)
+    assert offsets(runner.run()) == list(range(50, 120))
+    assert "somebody has moved its group" in caplog.text
+    assert runner.committed()[0] == 120
+
+
+def test_a_group_that_was_moved_forward_skips_with_a_warning(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.move(110)
+    assert offsets(runner.run()) == list(range(110, 120))
+    assert "offset 110 was not committed by this app" in caplog.text
+
+
+def test_a_group_that_was_deleted_goes_on_from_what_spark_knows(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.forget()
+    assert offsets(runner.run(run="r2", starts={0: 90})) == list(range(90, 120))
+    assert "the group has no offset for it; it is read from 90 on" in caplog.text
+    assert runner.committed()[0] == 120, "and the group is there again"
+
+
+def test_a_group_that_nothing_happened_to_gives_no_warning(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert offsets(runner.run()) == list(range(100, 120))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("kl2:" + base64.b64encode(b"from the future").decode(), "a newer version"),
+        ("flink-17", "another program"),
+        ("kl1:" + base64.b64encode(b"\x00\x01garbage").decode(), "damaged"),
+        ("kl1:@", "damaged"),  # it says that its progress lies in the state topic, where there is none
+    ],
+)
+def test_metadata_that_cannot_be_used_skips_nothing(
+    runner: Runner, caplog: pytest.LogCaptureFixture, metadata: str, said: str
+) -> None:
+    runner.move(60, metadata)
+    assert offsets(runner.run()) == list(range(60, 120))
+    assert said in caplog.text
+
+
+def test_a_topic_that_was_made_anew_is_read_from_its_beginning(
+    runner: Runner, log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.delete(runner.source)
+    log.create(runner.source, partitions=1)
+    log.send(runner.source, messages(30))
+    runner.app.observer = None  # the history knows the old topic's offsets
+    seat._seats.clear()  # as after a restart
+    assert offsets(runner.run(starts={0: 100})) == list(range(30))
+    assert "the topic was made anew" in caplog.text
+    assert runner.committed()[0] == 30
+
+
+def test_messages_whose_retention_is_over_are_named(
+    runner: Runner, log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    seat._seats.clear()  # as after a restart
+    admin = log.cluster._admin
+    for future in admin.delete_records([TopicPartition(runner.source, 0, 110)]).values():
+        future.result(10)
+    assert offsets(runner.run()) == list(range(110, 120))
+    assert "messages from 100 on were not done: their retention is over" in caplog.text
+    assert runner.committed()[0] == 120
+
+
+@pytest.mark.timeout(180)
+def test_a_million_done_above_stuck_ones_never_run_again(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    """Too many stuck ones, too far apart, for the metadata of an offset: the way over the state topic."""
+    log.create(f"{name}.in", partitions=1)
+    stuck, fine = 4_000, 1_000_000
+    every = fine // stuck
+    load = (
+        {"key": b"s%d" % (i // every), "value": b"!"}
+        if i % every == 0
+        else {"key": b"k%d" % (i % 5000), "value": b""}
+        for i in range(fine + stuck)
+    )
+    sent = log.send(f"{name}.in", load)
+    runner = Runner(log, name, tmp_path, on_failure="block", flood=None)
+    runner.app.observer = None
+    done = runner.run()
+    blocked = len(sent) - len(done)
+    assert blocked >= stuck
+    offset, metadata = runner.committed()
+    assert (offset, metadata) == (0, "kl1:@")
+    seat._seats.clear()  # as after a crash
+    began = time.monotonic()
+    assert runner.run(run="r2") == [], "something ran again"
+    took = time.monotonic() - began
+    logging.getLogger("test").info("restored and read over %d messages in %.2f s", len(sent), took)
+    last = log.send(f"{name}.in", [{"key": b"new", "value": b"%d" % i} for i in range(3)])
+    assert offsets(runner.run(run="r2")) == [one.offset for one in last]
