@@ -365,6 +365,9 @@ class Client:
         self.group = group
         return self
 
+    def list_topics(self, topic: str, timeout: float) -> None:
+        pass
+
     def assign(self, places: list[Any]) -> None:
         self.assigned = {place.partition: place.offset for place in places}
 

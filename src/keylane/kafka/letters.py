@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import TopicPartition
 
 from keylane.errors import KafkaError
-from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.kafka.cluster import TIMEOUT, Cluster, introduce
 from keylane.kafka.letter import Kind, Letter, LetterRecord, Unreadable
 from keylane.kafka.letterhead import letter_headers, parse
 from keylane.kafka.operator import NeverRanError, Operator
@@ -102,6 +102,7 @@ def _read(settings: KafkaSettings, topic: str, spans: Mapping[int, range]) -> It
     limits = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
     consumer = settings.consumer(f"{topic}.reader", **limits)
     try:
+        introduce(consumer, topic)
         consumer.assign([TopicPartition(topic, p, span.start) for p, span in spans.items()])
         left = {p: span.stop for p, span in spans.items()}
         heard, complaint = time.monotonic(), "no answer"

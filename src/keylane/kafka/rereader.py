@@ -18,6 +18,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, TopicPartition
 
 from keylane.errors import KafkaError
+from keylane.kafka.cluster import introduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -174,6 +175,7 @@ class Rereader:
                 },
             )
             try:
+                introduce(consumer, self._topic)
                 while not self._closing.is_set():
                     self._step(consumer)
             finally:
