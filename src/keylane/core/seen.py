@@ -72,20 +72,30 @@ class SeenWindow:
         return len(self._young) + len(self._old)
 
     def arrived(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
-        """The offset of the last message that this one repeats, or None. ``at`` are milliseconds, if it has any."""
+        """What :meth:`repeated` says of this message, which is remembered from now on."""
         if len(key) + len(event_id) > LONGEST:
             return None
-        name = key, event_id
-        young = self._young
-        last = young.get(name) or self._old.get(name)
-        young[name] = offset, at
+        name, this, young = (key, event_id), (offset, at), self._young
+        last = young.setdefault(name, this)  # looks and puts in one go: the hot path
+        if last is not this:
+            young[name] = this
+            return self._judge(last, offset, at)
+        found = self._old.get(name)
         if len(young) >= self._count:
             self._old, self._young = young, {}
-        if last is None or not 0 < offset - last[0] <= self._count:
-            return None
-        if at is not None and last[1] is not None and at - last[1] > self._age:
-            return None
-        return last[0]
+        return None if found is None else self._judge(found, offset, at)
+
+    def repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
+        """The offset of the last message that this one repeats, or None. ``at`` are milliseconds, if it has any."""
+        name = key, event_id
+        last = self._young.get(name) or self._old.get(name)
+        return None if last is None else self._judge(last, offset, at)
+
+    def _judge(self, last: tuple[int, int | None], offset: int, at: int | None) -> int | None:
+        before, then = last
+        near = 0 < offset - before <= self._count
+        old = at is not None and then is not None and at - then > self._age
+        return before if near and not old else None
 
     def forget(self, offsets: Collection[int]) -> None:
         """The messages at these offsets never ran and never will: nothing repeats them. Looks at all ids; seldom."""
