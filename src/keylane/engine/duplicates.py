@@ -12,6 +12,7 @@ lane's letters with the same id only one comes through (:meth:`Duplicates.was_re
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from keylane.core.seen import Idempotency, SeenWindow
@@ -33,19 +34,13 @@ class Duplicates:
         self.waiting: dict[Place, int] = {}
         """Those that are not done, and the offset of the message that each repeats."""
         self.active = rule is not None
-        window = rule or Idempotency()
-        self._windows: dict[int, SeenWindow] = defaultdict(lambda: SeenWindow(window))  # by partition
-        self._redriven: dict[int, SeenWindow] = defaultdict(
-            lambda: SeenWindow(window)
-        )  # letters that came through
+        window = partial(SeenWindow, rule or Idempotency())
+        self._windows: dict[int, SeenWindow] = defaultdict(window)  # by partition
+        self._redriven: dict[int, SeenWindow] = defaultdict(window)  # the same, of letters that came through
 
     def arrived(self, message: Message, headers: Sequence[tuple[str, bytes | None]]) -> None:
         """A message with these headers comes into its lane; in the order of its partition."""
-        event_id = None
-        for name, value in headers:  # not by last(): the hot path
-            if name == EVENT_ID and value is not None:
-                event_id = value
-        key, partition = message.key, message.partition
+        key, event_id, partition = message.key, last(headers, EVENT_ID), message.partition
         if not event_id or key is None or not self.active:
             return
         repeats = self._windows[partition].arrived(key, event_id, message.offset, message.timestamp)
