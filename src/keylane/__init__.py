@@ -8,6 +8,7 @@ from keylane.core.flood import FloodGuard
 from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
+from keylane.core.seen import Idempotency
 from keylane.errors import (
     FloodError,
     KafkaError,
@@ -28,6 +29,7 @@ __all__ = [
     "DeadLetter",
     "FloodError",
     "FloodGuard",
+    "Idempotency",
     "KafkaError",
     "KeylaneError",
     "Message",

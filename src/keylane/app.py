@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 from keylane.core.breaker import Breaker
 from keylane.core.flood import FloodGuard
 from keylane.core.retry import Retry
+from keylane.core.seen import Idempotency
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class App:
     ``"park"`` sends it and everything that follows it in its lane to the dead letters, to be redriven in order.
     ``retry`` says when that is; ``classify`` is asked first what kind of failure an exception is. ``flood`` stops
     the app when most messages fail for good: an outage or a bug, not a few bad messages (None: never).
-    ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
-    does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
+    ``idempotency`` is how far back an event that was sent twice is recognised: the second one does not run (None: it
+    does). ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their
+    topic does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
 
     ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may stand there twice, with
     ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
@@ -117,6 +119,7 @@ class App:
         retry: Retry | None = None,
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
+        idempotency: Idempotency | None = Idempotency(),  # noqa: B008 - frozen
         version: str | None = None,
         spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
@@ -161,6 +164,12 @@ class App:
                 f"App {name!r}: flood={flood!r} is no FloodGuard; write flood=FloodGuard(…), or None"
             )
         self.flood = flood
+        if idempotency is not None and not isinstance(idempotency, Idempotency):
+            raise SettingsError(
+                f"App {name!r}: idempotency={idempotency!r} is no Idempotency; "
+                "write idempotency=Idempotency(…), or None"
+            )
+        self.idempotency = idempotency
         if version is not None and not isinstance(version, str):
             raise SettingsError(f"App {name!r}: version={version!r} is no text")
         self.version = version

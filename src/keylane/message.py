@@ -41,6 +41,14 @@ class Record(Protocol):
         """Kind and milliseconds; kind 0 when there is none."""
 
 
+def last(headers: Sequence[tuple[str, bytes | None]], name: str) -> bytes | None:
+    """The value of the last header of this name that has one, or None."""
+    for found, value in reversed(headers):
+        if found == name and value is not None:
+            return value
+    return None
+
+
 class Message:
     """One message on its way through the stages.
 
@@ -112,10 +120,8 @@ class Message:
 
     def header(self, name: str) -> str | None:
         r"""The last header of this name as text, or None. Bytes that are no UTF-8 become ``\xNN``: ids stay apart."""
-        for found, value in reversed(self.headers):
-            if found == name and value is not None:
-                return value.decode("utf-8", "backslashreplace")
-        return None
+        value = last(self.headers, name)
+        return None if value is None else value.decode("utf-8", "backslashreplace")
 
     def __repr__(self) -> str:
         return f"<Message {self.position} key={self.key!r} attempt={self.attempt}>"

@@ -57,6 +57,11 @@ class Watcher:
         ({"capacity": 0}, "capacity=0: needs a whole number of at least 1"),
         ({"capacity": 1.5}, "capacity=1.5: needs a whole number"),
         ({"capacity": True}, "capacity=True: needs a whole number"),
+        (
+            {"idempotency": 600},
+            "App 'chat': idempotency=600 is no Idempotency; write idempotency=Idempotency(…)",
+        ),
+        ({"idempotency": False}, "idempotency=False is no Idempotency"),
         ({"commit_interval": 0}, "commit_interval=0: needs a number above 0, in seconds"),
         ({"commit_interval": math.nan}, "commit_interval=nan"),
         ({"commit_interval": math.inf}, "commit_interval=inf"),

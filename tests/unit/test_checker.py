@@ -104,6 +104,12 @@ def test_a_message_that_never_ran_can_be_finished_by_declaration() -> None:
     assert run.check(finished={(0, 1)}).ok
 
 
+def test_a_duplicate_that_never_ran_is_finished_with_the_message_it_repeats() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(2)
+    assert flaws(run.check()) == {Flaw.ORDER, Flaw.LOST}
+    assert run.check(duplicates={(0, 1): (0, 0)}).ok
+
+
 def test_a_lane_may_move_to_another_owner_between_messages() -> None:
     verdict = Run().send(A, 0, 1).send(B, 2).ran(0, owner="p1").ran(1, owner="p2").ran(2, owner="p2").check()
     assert verdict.ok
@@ -257,6 +263,19 @@ def test_a_message_that_finished_twice_is_a_repeat() -> None:
     run = Run().send(A, 0, 1).ran(0).ran(0, owner="p2").ran(0, owner="p3").ran(1, owner="p3")
     assert flaws(run.check(allow_repeats=1)) == {Flaw.REPEAT}
     assert run.check(allow_repeats=2).ok
+
+
+def test_a_duplicate_that_ran_is_found() -> None:
+    verdict = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2).check(duplicates={(0, 1): (0, 0)})
+    assert flaws(verdict) == {Flaw.DUPLICATE}
+    assert "it repeats offset 0" in str(verdict)
+
+
+def test_a_duplicate_does_not_finish_the_message_it_repeats() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1, "retry")
+    verdict = run.check(duplicates={(0, 2): (0, 1)})
+    assert flaws(verdict) == {Flaw.LOST}
+    assert verdict.lost == (Sent(A, 0, 1),)
 
 
 def test_repeats_are_found_without_an_order_too() -> None:

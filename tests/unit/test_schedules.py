@@ -1,8 +1,8 @@
 """Random schedules of failures and faults in virtual time, by seed: 20 of them in every run, `make soak` for more.
 
-A seed decides everything: the app's policy, breaker and limits, what fails when and how, when the task crashes, drains
-or its broker stalls, when letters are refused, and what an operator does about it. The cause of the poison is mended
-after 20 seconds; then an operator releases and redrives. Replay one with `make replay SEED=7`.
+A seed decides everything: the app's policy, breaker and limits, what is sent twice, what fails when and how, when the
+task crashes, drains or its broker stalls, when letters are refused, and what an operator does about it. The cause of
+the poison is mended after 20 seconds; then an operator releases and redrives. Replay one with `make replay SEED=7`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from keylane import App, Breaker, FloodGuard, Message, Poison, Retry, Transient
+from keylane import App, Breaker, FloodGuard, Idempotency, Message, Poison, Retry, Transient
 from keylane.testing import (
     Crash,
     Drain,
     Fault,
+    Flaw,
     Harness,
     Pause,
     Redrive,
@@ -56,6 +57,7 @@ def make_app(rng: random.Random, policy: OnFailure) -> App:
         drain_timeout=rng.choice([0.2, 2.0, 30.0]),
         capacity=rng.choice([8, 64, 65_536]),
         flood=FloodGuard(consecutive=10_000, minimum=10_000),
+        idempotency=rng.choice([Idempotency(), Idempotency(count=30), Idempotency(count=100, age=2.0), None]),
     )
 
     def chance(msg: Message, what: str) -> float:
@@ -119,9 +121,15 @@ def test_any_schedule_of_failures_keeps_the_order_and_loses_nothing(
         latency=(0.001, 0.03),
         holes=rng.random() * 0.2,
     )
+    twice = rng.choice([0.0, 0.1, 0.5])
+    sent: list[tuple[bytes, bytes]] = []
     for number in range(MESSAGES):
-        run.send(key=b"k%d" % rng.randrange(keys), value=b"%d" % number, at=number * 0.04)
+        again = bool(sent) and rng.random() < twice
+        key, value = rng.choice(sent[-50:]) if again else (b"k%d" % rng.randrange(keys), b"%d" % number)
+        sent.append((key, value))
+        run.send(key=key, value=value, headers=[("event-id", value)], at=number * 0.04)
     result = run.run()
+    assert Flaw.DUPLICATE not in result.verdict.tally, str(result.verdict)
     dead = {(letter.partition, letter.offset) for letter in result.dead if letter.kind == "dead"}
     inputs = [(r.key(), r.value()) for r in run.log.records("in")]
     outputs = [(r.key(), r.value()) for r in run.log.records("out")]

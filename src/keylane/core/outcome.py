@@ -16,3 +16,5 @@ class Outcome(StrEnum):
     """An operator skipped it; its dead letter is acknowledged."""
     PARKED = "parked"
     """Its lane is parked; its letter is acknowledged, and it will run when the lane is redriven."""
+    DUPLICATE = "duplicate"
+    """It repeats an earlier message of its lane, which has finished, and was not run."""

@@ -76,6 +76,8 @@ class Course:
     def passed(self, delivery: Delivery) -> None:
         """A message in trouble came through."""
         self.troubled.pop((delivery.partition, delivery.offset), None)
+        if delivery.trouble is not None and delivery.trouble.letter is not None:
+            self._engine.seen.came_through(delivery)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery, trouble: Trouble) -> bool:
         """Whether a message that came back with attempts from before may run now; if not, its lane waits."""

@@ -21,6 +21,7 @@ from keylane.core.lane import Lane, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
 from keylane.engine.course import Course
 from keylane.engine.delivery import Delivery, Trouble
+from keylane.engine.duplicates import Duplicates
 from keylane.engine.pipeline import decoder, encode
 from keylane.engine.stops import Stops
 from keylane.errors import KafkaError, KeylaneError
@@ -75,6 +76,7 @@ class EngineStatistics:
     done: int
     dead: int
     parked: int
+    duplicates: int
     retries: int
     runners: int
 
@@ -84,7 +86,8 @@ class _Asked:
     """Messages of a lane that are being read again."""
 
     lane: Lane[Delivery]
-    number: int
+    partition: int
+    offsets: Sequence[int]
     missing: int = 0
     back: list[Delivery] = field(default_factory=list)
 
@@ -115,6 +118,7 @@ class Engine:
         self.done = 0
         self.dead = 0
         self.parked = 0
+        self.duplicates = 0
         self.passed = 0  # messages whose stages are through
         self.promised = 0  # records handed over and not answered yet
         self.wall = wall
@@ -135,6 +139,7 @@ class Engine:
             let_go=let_go, fetch=None if fetch is None else self._ask_back
         )
         self._kept: dict[tuple[int, int], Kept] = {}
+        self.seen = Duplicates(app.idempotency)
         self._accepted = 0
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -162,14 +167,31 @@ class Engine:
         self._kept.update(kept)
         self.stops.restore(lanes, held)
 
+    def seen_before(self, records: Iterable[Record]) -> None:
+        """Records that were done before a restart and are read again, so that what repeats them is recognised.
+
+        For a partition whose progress the app has written: those from ``app.idempotency.since(watermark)`` on to the
+        watermark, then those above it that are done. A partition's records come in its order, over this and
+        :meth:`accept` together. They do not run, and are not held. Does nothing when the app has no ``idempotency``.
+        """
+        self.seen.seen_before(records)
+
     def accept(self, records: Iterable[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
         arrive, now, kept = self.table.arrive, self.now(), self._kept
+        look = self.seen.arrived if self.seen.active else None
         number = 0
         for record in records:
             delivery = Delivery(record, self)
             if kept:
                 self._remember(delivery)
+            if look is not None:
+                try:
+                    headers = record.headers()
+                except UnicodeDecodeError:  # the name of one of them: the stages or the sink will find out
+                    headers = None
+                if headers:
+                    look(delivery, headers)
             arrive(delivery.key, delivery, now)
             number += 1
         self._accepted += number
@@ -257,6 +279,7 @@ class Engine:
             done=self.done,
             dead=self.dead,
             parked=self.parked,
+            duplicates=self.duplicates,
             retries=self.course.retries,
             runners=len(self._runners),
         )
@@ -290,9 +313,11 @@ class Engine:
             self._let_go(delivery.partition, -1)
         asked.missing += missing
         self._accepted -= missing
-        if len(asked.back) + asked.missing < asked.number:
+        if len(asked.back) + asked.missing < len(asked.offsets):
             return
         del self._asked[ticket]
+        if asked.missing:
+            self.seen.gone(asked.partition, set(asked.offsets).difference(d.offset for d in asked.back))
         self.table.returned(asked.lane, asked.back, asked.missing)
         self._changed.set()
         self._ensure_runner()
@@ -318,6 +343,15 @@ class Engine:
         self.acknowledged.append(delivery)
         self._ensure_runner()
 
+    def pass_over(self, lane: Lane[Delivery], delivery: Delivery) -> None:
+        """The lane's head repeats an earlier message: it does not run, and is done when all before it is."""
+        delivery.outcome = Outcome.DUPLICATE
+        self.table.passed(lane)
+        # Not by acknowledge(): the runner that this is called from goes on with the lane, and needs no other.
+        if not self.acknowledged:
+            self._loop.call_soon(self.settle)
+        self.acknowledged.append(delivery)
+
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Do something later, unless the engine has ended by then."""
 
@@ -339,7 +373,7 @@ class Engine:
 
     def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(lane=lane, number=len(offsets))
+        self._asked[ticket] = _Asked(lane=lane, partition=partition, offsets=offsets)
         self._fetch(ticket, partition, offsets)
 
     # Runners.
@@ -366,7 +400,7 @@ class Engine:
         # The hot path. Kept in one function, to save calls per message.
         table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
         decode, result_of = self._decode, self._output.result if self._has_sink else None
-        records, held = self.stops.records, self.stops.held  # almost always empty
+        records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
         last = len(steps)
         turns = 0
         self._standby = False
@@ -387,6 +421,7 @@ class Engine:
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (
                 delivery.trouble is not None
+                or (twice and (delivery.partition, delivery.offset) in twice)
                 or ((records or held) and ((key := delivery.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
                 turns += 1
@@ -446,6 +481,10 @@ class Engine:
         if not self.stops.may_start(lane, delivery):
             return False
         trouble = delivery.trouble
+        redriven = trouble is not None and trouble.letter is not None
+        if not redriven and (delivery.partition, delivery.offset) in self.seen.waiting:
+            self.pass_over(lane, delivery)
+            return False
         return trouble is None or self.course.may_start(lane, delivery, trouble)
 
     # What happens next.
@@ -478,8 +517,7 @@ class Engine:
             self.done += len(done)
             for delivery in done:
                 if delivery.outcome is not Outcome.OK:
-                    self.dead += delivery.outcome is not Outcome.PARKED
-                    self.parked += delivery.outcome is Outcome.PARKED
+                    self._count(delivery)
             try:
                 self._on_done(done)
             except Exception as error:
@@ -487,6 +525,19 @@ class Engine:
                     error if isinstance(error, KeylaneError) else KeylaneError(f"internal error: {error!r}")
                 )
         self._changed.set()
+
+    def _count(self, delivery: Delivery) -> None:
+        """A message is done that did not run to its end."""
+        if (
+            delivery.trouble is None or delivery.trouble.letter is None
+        ):  # a letter's message may wait in its lane
+            self.seen.done(delivery)
+        if delivery.outcome is Outcome.PARKED:
+            self.parked += 1
+        elif delivery.outcome is Outcome.DUPLICATE:
+            self.duplicates += 1
+        else:
+            self.dead += 1
 
     async def _rest(self, rested: Callable[[], bool]) -> None:
         while not rested():

@@ -62,12 +62,17 @@ class Stops:
         if record.stop is Stop.PARKED:
             if redriven:
                 if lane.key in self.held_parked:
-                    return True
+                    if not engine.seen.was_redriven(delivery):
+                        return True
+                    engine.pass_over(lane, delivery)
+                    return False
                 delivery.outcome = (
                     Outcome.PARKED
                 )  # its lane was parked again before its turn: it stays where it lies
                 engine.table.passed(lane)
                 engine.acknowledge(delivery)
+            elif self._ran_before(delivery, record):
+                engine.pass_over(lane, delivery)
             else:
                 self._park(lane, delivery, record)
             return False
@@ -87,6 +92,11 @@ class Stops:
             self._at[name] = lane
             engine.table.stop(lane, engine.now())
         return False
+
+    def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
+        """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
+        repeats = self._engine.seen.waiting.get((delivery.partition, delivery.offset))
+        return repeats is not None and record.partition == delivery.partition and repeats < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """Write a record; the engine does not rest before it is answered."""

@@ -157,7 +157,7 @@ class Desk:
                     stops.let_go(order.key)
             left = count[Outcome.DEAD] + count[Outcome.PARKED]
             result = (
-                f"{count[Outcome.OK]} through, {count[Outcome.DEAD]} dead again, "
+                f"{count[Outcome.OK] + count[Outcome.DUPLICATE]} through, {count[Outcome.DEAD]} dead again, "
                 f"{count[Outcome.PARKED]} still parked"
             )
             log.warning("redrive by %s of lane %r: %s", order.who, order.key, result)

@@ -7,6 +7,7 @@ The rules, for every lane:
 * **Nothing overtakes.** A message starts only when every earlier message of its lane is finished: it ended with a
   final outcome, or the caller says (``finished``) that it became a dead letter. A failed message therefore runs again
   before a later one starts.
+* **A duplicate never runs.** It is finished when the earlier message that it repeats is.
 * **Going back is for a new owner.** After a crash the next owner may repeat what was finished already. That is counted.
   From there it has to go forward again: the same owner never starts an earlier offset of a lane than it did before.
 """
@@ -36,6 +37,7 @@ def check(
     *,
     sent: Mapping[Position, bytes | None] | Iterable[Sent],
     finished: Collection[Position] = (),
+    duplicates: Mapping[Position, Position] | None = None,
     allow_repeats: int = 0,
     order: Order = "key",
     min_seen: float = 0.5,
@@ -44,7 +46,8 @@ def check(
 
     ``sent`` is every message of the source topic. ``finished`` are those that are known to be finished by other
     evidence than a final end, because a stage cannot see that its failed attempt was the last one: dead letters in
-    their topic, skipped duplicates. ``allow_repeats`` is how often *one* message may finish again. ``order`` is the
+    their topic. ``duplicates`` are messages that were sent twice, each with the earlier one of its lane that it
+    repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again. ``order`` is the
     app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. A history that shows fewer
     than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is not ok.
 
@@ -58,7 +61,7 @@ def check(
         else {(partition, offset): key for key, partition, offset in sent}
     )
     with collector_paused():
-        judge = _Judge(history.events, keys, frozenset(finished), order)
+        judge = _Judge(history.events, keys, frozenset(finished), duplicates or {}, order)
         judge.run()
         judge.look_for_loss_and_repeats(allow_repeats)
         judge.look_for_proof(min_seen)
@@ -95,11 +98,13 @@ class _Judge:
         events: tuple[Event, ...],
         sent: dict[Position, bytes | None],
         declared: frozenset[Position],
+        duplicates: Mapping[Position, Position],
         order: Order,
     ) -> None:
         self.events = events
         self.sent = sent
-        self.declared = declared
+        self.duplicates = duplicates
+        self.declared = declared | duplicates.keys()
         self.order = order
         self.alive_until = {event.owner: event.seq for event in events}
         self.lanes = self._make_lanes()
@@ -161,6 +166,9 @@ class _Judge:
         if self.sent.get(position, b"" if key is None else None) != key:
             self.findings.add(Flaw.UNKNOWN, "no such message was sent under this key", index, event)
             return
+        if position in self.duplicates:
+            first = self.duplicates[position][1]
+            self.findings.add(Flaw.DUPLICATE, f"it repeats offset {first} and ran all the same", index, event)
 
         opened = self.open.setdefault(self._alone(event), [])
         if opened:

@@ -13,10 +13,12 @@ from keylane.core.outcome import Outcome
 from keylane.core.progress import LIMIT, decode, encode
 from keylane.core.record import KEYLESS, LANE, Stop, decode_lane
 from keylane.core.watermark import Watermark
+from keylane.engine.duplicates import Duplicates
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.engine.redrive import Found, Redriver
 from keylane.errors import KeylaneError
+from keylane.message import Message
 from keylane.testing.checker import check
 from keylane.testing.clock import run_virtual
 from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from keylane.app import App, Observer
     from keylane.core.record import Kept, LaneRecord
     from keylane.engine.delivery import Delivery
-    from keylane.message import Headers, Message
+    from keylane.message import Headers
+    from keylane.testing.checker import Position
     from keylane.testing.sink import Dead, Written
     from keylane.testing.verdict import Verdict
 
@@ -41,6 +44,8 @@ class RunResult:
 
     results: list[Written]
     dead: list[Dead]
+    duplicates: list[Position]
+    """Partition and offset of the messages that did not run because they repeat another one; each once, sorted."""
     history: History
     verdict: Verdict
     """The history as :func:`keylane.testing.check` judges it: one repeat of a message is allowed per fault survived."""
@@ -105,6 +110,7 @@ class Harness:
         self._breaks = deque(fault for fault in faults if isinstance(fault, Crash | Drain))
         self._actions = deque(fault for fault in faults if isinstance(fault, Release | Skip | Redrive))
         self._redriven: set[int] = set()
+        self._duplicates: set[Position] = set()
         self._holes = holes
         self._limit = limit
         self._unsent: list[tuple[float, bytes | None, bytes | None, Headers]] = []
@@ -148,16 +154,29 @@ class Harness:
         return RunResult(
             results=list(self._sink.results),
             dead=list(self._sink.dead_letters),
+            duplicates=sorted(self._duplicates),
             history=history,
             verdict=check(
                 history,
                 sent=sent,
-                finished={(d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"},
+                finished=self._duplicates.union(
+                    (d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"
+                ),
+                duplicates=self._sent_twice(),
                 allow_repeats=self._broken,
             ),
             elapsed=self._now,
             epochs=self._epochs,
         )
+
+    def _sent_twice(self) -> dict[Position, Position]:
+        """What the log says about messages that repeat others. One that went to the letters may run from there."""
+        found = Duplicates(self._app.idempotency)
+        for record in self.log.records(self._app.source):
+            message = Message(record)
+            found.arrived(message, message.headers)
+        parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
+        return {place: (place[0], offset) for place, offset in found.waiting.items() if place not in parked}
 
     async def _run(self) -> None:
         more = True
@@ -176,6 +195,8 @@ class Harness:
         def done(deliveries: list[Delivery]) -> None:
             for delivery in deliveries:
                 trouble = delivery.trouble
+                if delivery.outcome is Outcome.DUPLICATE:
+                    self._duplicates.add((delivery.partition, delivery.offset))
                 if trouble is None or trouble.letter is None:
                     marks[delivery.partition].done([delivery.offset])
                     continue
@@ -274,7 +295,9 @@ class Harness:
     async def _feed(self, engine: Engine, partition: int, mark: Watermark, moved: asyncio.Event) -> None:
         """Hand over one partition as its messages arrive, as far as its share of the capacity allows."""
         loop, share = asyncio.get_running_loop(), max(1, self._app.capacity // self.log.partitions)
-        records = deque(self.log.records(self._app.source, partition, start=mark.value))
+        begin, rule = mark.value, self._app.idempotency
+        start = begin if rule is None else rule.since(begin)
+        records = deque(self.log.records(self._app.source, partition, start=start))
         while records:
             wait = self._arrivals[partition, records[0].offset()] - loop.time()
             if wait > 0:
@@ -285,10 +308,13 @@ class Harness:
                 await moved.wait()
                 continue
             record = records.popleft()
-            if not mark.restoring or mark.wanted(record.offset()):
-                mark.deliver([record.offset()])
+            offset = record.offset()
+            if offset < begin or (mark.restoring and not mark.wanted(offset)):
+                engine.seen_before([record])
+            else:
+                mark.deliver([offset])
                 engine.accept([record])
-            mark.reach(record.offset() + 1)
+            mark.reach(offset + 1)
 
     def _restore(self, partition: int) -> Watermark:
         restored = decode(*self._committed.get(partition, (0, None)))

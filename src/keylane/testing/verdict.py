@@ -29,6 +29,8 @@ class Flaw(StrEnum):
     """A message was sent and never finished."""
     REPEAT = "repeat"
     """A message finished more often than allowed."""
+    DUPLICATE = "duplicate"
+    """A message ran that repeats an earlier one of its lane."""
     UNKNOWN = "unknown"
     """Something was processed that was not sent, or under another key."""
     STRAY = "stray"

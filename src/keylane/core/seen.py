@@ -1,0 +1,104 @@
+"""Event ids that were seen: a producer that sends twice is told from one that has more to say.
+
+A message repeats an earlier one when key and event id are the same, byte for byte, and the earlier one lies in the
+window: at most so many offsets before it, and at most so much older. Whether it does depends on the log alone, on
+nothing that happened while the messages ran. So a window that is filled again from the log, from ``count`` offsets
+before the watermark on, gives the answers that the lost one would have given: the log is the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keylane.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+LONGEST = 1024
+"""Bytes of key and event id together, at most. What is longer is not remembered: memory stays bounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idempotency:
+    """How far back a message is looked for that had the same event id in the same lane.
+
+    ``count`` is how many messages of a source partition are looked back at (their offsets: holes count). ``age`` is how
+    many seconds older the earlier one may be, by the messages' own timestamps; without them only the count decides.
+    Only messages with a key and an event id are remembered: a keyless one is a lane of its own, and a position cannot
+    come twice. A task remembers fewer than twice ``count`` ids of a partition, some 300 bytes each.
+
+    Raises :class:`SettingsError` for values that make no sense.
+    """
+
+    count: int = 10_000
+    age: float = 600.0
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise SettingsError(
+                f"Idempotency(count={self.count!r}): needs a whole number of messages, at least 1"
+            )
+        if not _number(self.age) or not self.age > 0:
+            raise SettingsError(f"Idempotency(age={self.age!r}): needs seconds, more than 0")
+
+    def since(self, watermark: int) -> int:
+        """The offset from which a partition is read again so that the window knows what it knew at ``watermark``."""
+        return max(0, watermark - self.count)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+class SeenWindow:
+    """The event ids of one partition. Is told of its messages in the order of the log, once each.
+
+    Two generations of ids, and no work to drop one by one: the older generation goes as a whole when the younger has
+    ``count`` ids, which are then at least those of the last ``count`` offsets.
+    """
+
+    __slots__ = ("_age", "_count", "_old", "_young")
+
+    def __init__(self, rule: Idempotency) -> None:
+        self._count = rule.count
+        self._age = rule.age * 1000
+        self._young: dict[tuple[bytes, bytes], tuple[int, int | None]] = {}  # offset and milliseconds
+        self._old: dict[tuple[bytes, bytes], tuple[int, int | None]] = {}
+
+    def __len__(self) -> int:
+        """How much it holds: fewer than twice ``count``."""
+        return len(self._young) + len(self._old)
+
+    def arrived(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
+        """What :meth:`repeated` says of this message, which is remembered from now on."""
+        if len(key) + len(event_id) > LONGEST:
+            return None
+        name, this, young = (key, event_id), (offset, at), self._young
+        last = young.setdefault(name, this)  # looks and puts in one go: the hot path
+        if last is not this:
+            young[name] = this
+            return self._judge(last, offset, at)
+        found = self._old.get(name)
+        if len(young) >= self._count:
+            self._old, self._young = young, {}
+        return None if found is None else self._judge(found, offset, at)
+
+    def repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
+        """The offset of the last message that this one repeats, or None. ``at`` are milliseconds, if it has any."""
+        name = key, event_id
+        last = self._young.get(name) or self._old.get(name)
+        return None if last is None else self._judge(last, offset, at)
+
+    def _judge(self, last: tuple[int, int | None], offset: int, at: int | None) -> int | None:
+        before, then = last
+        near = 0 < offset - before <= self._count
+        old = at is not None and then is not None and at - then > self._age
+        return before if near and not old else None
+
+    def forget(self, offsets: Collection[int]) -> None:
+        """The messages at these offsets never ran and never will: nothing repeats them. Looks at all ids; seldom."""
+        for generation in (self._young, self._old):
+            for name in [name for name, (offset, _) in generation.items() if offset in offsets]:
+                del generation[name]
