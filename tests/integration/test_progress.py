@@ -16,9 +16,10 @@ from keylane import App, Message, Poison
 from keylane.kafka import seat
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.task import Task, TaskPlan
-from keylane.testing import HistoryWriter
+from keylane.testing import HistoryWriter, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from support import Log
@@ -32,6 +33,7 @@ class Runner:
         self.source = f"{name}.in"
         self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
         self.epoch = 0
+        self.outcomes: list[str] = []
 
         @self.app.stage
         async def work(msg: Message) -> None:
@@ -53,7 +55,9 @@ class Runner:
             seconds=30,
             sink_limit=0,
         )
-        return [(d.partition, d.offset) for batch in Task(self.app, plan).outcomes() for d in batch]
+        done = [delivery for batch in Task(self.app, plan).outcomes() for delivery in batch]
+        self.outcomes += [delivery.outcome for delivery in done]
+        return [(delivery.partition, delivery.offset) for delivery in done]
 
     def positions(self) -> dict[int, int]:
         partitions = range(self.log.cluster.partitions(self.source))
@@ -173,6 +177,31 @@ def test_messages_whose_retention_is_over_are_named(
     assert offsets(runner.run()) == list(range(110, 120))
     assert "messages from 100 on were not done: their retention is over" in caplog.text
     assert runner.committed()[0] == 120
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_producer_sends_twice_runs_once(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], restarted: bool
+) -> None:
+    log.create(f"{name}.in", partitions=1)
+    events = [
+        {"key": b"k%d" % (i % 7), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
+        for i in range(60)
+    ]
+    sent = log.send(f"{name}.in", events[:40])
+    runner = Runner(log, name, tmp_path)
+    assert len(runner.run()) == 40
+    if restarted:
+        seat._seats.clear()
+    again = log.send(f"{name}.in", events[30:60])  # ten of them a second time
+    runner.run()
+    copies = {
+        (one.partition, one.offset): (first.partition, first.offset)
+        for one, first in zip(again, sent[30:], strict=False)
+    }
+    judge(sent + again, duplicates=copies)
+    assert runner.outcomes.count("duplicate") == 10
+    assert runner.committed()[0] == 70
 
 
 @pytest.mark.timeout(180)

@@ -39,6 +39,8 @@ class Books:
 
     def __init__(self, app: App) -> None:
         self.watermarks: dict[int, Watermark] = {}
+        self.restored: dict[int, int] = {}
+        """The watermarks as they were found: what comes from below was read for its event ids only."""
         self.rest = 0.0
         """Seconds for which to write nothing more, because the last record was a large one."""
         self._app = app
@@ -64,13 +66,19 @@ class Books:
         clean = claims.claim(plan.starts)
         if clean and seat.stands(plan.epoch, plan.starts):
             self._committed = progress = dict(seat.committed)
+            begins = {p: found.watermark for p, found in progress.items()}
         else:
-            progress = self._read(seat, state, plan.starts)
+            seat.seen = None
+            progress, begins = self._read(seat, state, plan.starts)
         seat.epoch = -1
         self.watermarks = {p: Watermark(found) for p, found in progress.items()}
-        return {p: found.watermark for p, found in progress.items()}
+        self.restored = {p: found.watermark for p, found in progress.items()}
+        return begins
 
-    def _read(self, seat: Seat, state: State, starts: Mapping[int, int]) -> dict[int, Progress]:
+    def _read(
+        self, seat: Seat, state: State, starts: Mapping[int, int]
+    ) -> tuple[dict[int, Progress], dict[int, int]]:
+        """Progress, and from where on each partition is read: below it for the event ids that were seen."""
         app = self._app
         progress = {}
         found = seat.cluster.committed(app.name, app.source, starts)
@@ -94,7 +102,12 @@ class Books:
             progress[partition] = self._fitting(where, restored.progress, begins[partition], ends[partition])
             if partition in found:  # else it is written down as soon as there is anything to write
                 self._committed[partition] = restored.progress
-        return progress
+                if app.idempotency is not None:
+                    since = app.idempotency.since(progress[partition].watermark)
+                    begins[partition] = max(begins[partition], since)
+                    continue
+            begins[partition] = progress[partition].watermark
+        return progress, begins
 
     @staticmethod
     def _fitting(where: str, progress: Progress, begin: int, end: int) -> Progress:

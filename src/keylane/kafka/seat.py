@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from keylane.app import App
     from keylane.core.watermark import Progress
+    from keylane.engine.duplicates import Duplicates
     from keylane.kafka.settings import KafkaSettings
 
 
@@ -36,6 +37,8 @@ class Seat:
         self.scribe = Scribe(settings, app.name, app.state, self.consumer.consumer_group_metadata())
         self.refused: dict[tuple[int, int], str] = {}
         """Messages whose dead letter their topic refused in a transaction, and why."""
+        self.seen: Duplicates | None = None
+        """The event ids that were seen in the last epoch."""
         self.run = ""
         self.epoch = -1
         """The epoch that ended here as planned."""

@@ -170,6 +170,8 @@ class Task:
             fetch=rereader.request,
             let_go=self._let_go,
         )
+        engine.seen = seat.seen or engine.seen
+        seat.seen = engine.seen
         seat.scribe.fail = engine.fail
         desk = self._desk = Desk(engine, output, plan.settings, app, self.owner, state.redriven, time.time)
         self._books.restore_lanes(state, engine, output)
@@ -309,9 +311,8 @@ class Task:
         for partition, group in by_partition.items():
             watermark = self._books.watermarks[partition]
             reached = group[-1].offset() + 1
-            if watermark.restoring:
-                wanted = [record for record in group if watermark.wanted(record.offset())]
-                self._shares[partition].done += len(group) - len(wanted)
+            if watermark.restoring or group[0].offset() < self._books.restored[partition]:
+                wanted = self._unfinished(engine, partition, group)
             else:
                 wanted = group
             if wanted and not engine.draining:
@@ -322,6 +323,18 @@ class Task:
         for partition, end in batch.ends.items():
             if not engine.draining:
                 self._books.watermarks[partition].reach(end)
+
+    def _unfinished(self, engine: Engine, partition: int, group: list[Record]) -> list[Record]:
+        """Those that are not done; of the others only the event ids are of interest."""
+        watermark, found = self._books.watermarks[partition], self._books.restored[partition]
+        wanted: list[Record] = []
+        done: list[Record] = []
+        for record in group:
+            offset = record.offset()
+            (wanted if offset >= found and watermark.wanted(offset) else done).append(record)
+        engine.seen_before(done)
+        self._shares[partition].done += len(done)
+        return wanted
 
     def _done(self, deliveries: list[Delivery]) -> None:
         offsets: dict[int, list[int]] = {}
