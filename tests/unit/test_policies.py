@@ -172,6 +172,25 @@ def test_a_redrive_waits_for_letters_that_are_on_their_way(latency: float, at: f
     assert values(result, b"a") == list(range(50))
 
 
+def test_parked_messages_that_come_from_the_log_again_run_once_when_they_are_redriven() -> None:
+    """Nothing was committed when the lane was parked: after the crash it is among the letters and in the log."""
+    app = App("app", source="in", sink="out", on_failure="park", commit_interval=100)
+
+    @app.stage
+    async def work(msg: Message) -> Any:
+        await asyncio.sleep(0.01)
+        if msg.value == b"0" and asyncio.get_running_loop().time() < 1:
+            raise Poison("no")
+        return msg.value
+
+    harness = Harness(app, partitions=1, faults=[Crash(at=2), Redrive(at=2.0, key=b"a")])
+    for number in range(3):
+        harness.send(key=b"a", value=b"%d" % number)
+    result = harness.run()
+    result.verdict.raise_if_bad()
+    assert [written.value for written in result.results] == [b"0", b"1", b"2"]
+
+
 def test_a_redriven_message_that_fails_again_stays_parked_and_does_not_loop() -> None:
     app = failing(is_bad(b"a", b"3", until=15), on_failure="park")
     result = run(app, [Redrive(at=10, key=b"a"), Redrive(at=20, key=b"a")])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.core.letter import DeadLetter
     from keylane.core.record import Kept, LaneRecord
+    from keylane.core.watermark import Progress
     from keylane.engine.pipeline import Step
     from keylane.message import Record
 
@@ -99,6 +100,7 @@ class Engine:
     ``failure`` becomes done with an exception when the engine can not go on.
 
     ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
+    ``progress(partition)`` is what is done there.
     ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
     """
 
@@ -111,6 +113,7 @@ class Engine:
         on_done: Callable[[list[Delivery]], None],
         fetch: Callable[[int, int, Sequence[int]], None] | None = None,
         let_go: Callable[[int, int], None] = lambda _partition, _count: None,
+        progress: Callable[[int], Progress] | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -133,6 +136,7 @@ class Engine:
             lambda *_: None
         )  # then nothing asks
         self._let_go = let_go
+        self.progress = progress
         self._tickets = count(1)
         self._asked: dict[int, _Asked] = {}  # by ticket
         self.table: LaneTable[Delivery] = LaneTable(

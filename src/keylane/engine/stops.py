@@ -296,12 +296,24 @@ class Stops:
     def redrive(self, key: bytes | None, deliveries: Sequence[Delivery]) -> None:
         """Put redriven messages before everything that waits in their lane."""
         table = self._engine.table
+        self._pass_over_in_the_log(deliveries)
         lane = table.insert(key, deliveries)
         self._engine.took_in(len(deliveries))
         if lane.state is LaneState.STOPPED:
             self._engine.resume(lane)
         else:
             self._engine.changed()
+
+    def _pass_over_in_the_log(self, deliveries: Sequence[Delivery]) -> None:
+        """After a crash messages may come from the log once more that lie among the letters: they run from there."""
+        engine = self._engine
+        if engine.progress is None:
+            return
+        for partition in {delivery.partition for delivery in deliveries}:
+            progress = engine.progress(partition)
+            for delivery in deliveries:
+                if delivery.partition == partition and not progress.is_done(delivery.offset):
+                    engine.seen.waiting[partition, delivery.offset] = delivery.offset
 
     def let_go(self, key: bytes) -> None:
         """The redrive of this lane is over. A lane that was parked is so no more, unless it was parked again."""

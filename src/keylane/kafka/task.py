@@ -169,6 +169,7 @@ class Task:
             on_done=self._done,
             fetch=rereader.request,
             let_go=self._let_go,
+            progress=lambda partition: self._books.watermarks[partition].progress(),
         )
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen

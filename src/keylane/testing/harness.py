@@ -226,6 +226,7 @@ class Harness:
                 self._sink,
                 on_done=done,
                 fetch=lambda *asked: self._fetch(engine, *asked),
+                progress=lambda partition: marks[partition].progress(),
                 wall=loop.time,
                 rng=self._rng.random,
             )
