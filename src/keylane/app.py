@@ -39,7 +39,8 @@ _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 class Observer(Protocol):
     """Told of the start and the end of every attempt, on the task's loop: it must be quick and must not raise.
 
-    It travels to the tasks with the app, so it must be picklable.
+    It travels to the tasks with the app, so it must be picklable. A method ``began_again``, when it has one, is called
+    when a task begins again in its process after a transaction was aborted: what it did in it runs again.
     """
 
     def started(self, message: Message, attempt: int) -> None:

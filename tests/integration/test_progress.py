@@ -10,77 +10,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import TopicPartition
 
-from keylane import App, Message, Poison
 from keylane.kafka import seat
-from keylane.kafka.cluster import Cluster
-from keylane.kafka.task import Task, TaskPlan
-from keylane.testing import HistoryWriter, Verdict
+from tasks import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from keylane.testing import Verdict
     from support import Log
-
-
-class Runner:
-    """Runs an app's tasks in this process, over everything that is there."""
-
-    def __init__(self, log: Log, name: str, folder: Path, **settings: Any) -> None:
-        self.log, self.name = log, name
-        self.source = f"{name}.in"
-        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
-        self.epoch = 0
-        self.outcomes: list[str] = []
-
-        @self.app.stage
-        async def work(msg: Message) -> None:
-            if msg.value.endswith(b"!"):
-                raise Poison("stuck")
-
-    def run(self, run: str = "r1", starts: dict[int, int] | None = None) -> list[tuple[int, int]]:
-        """The positions that were done."""
-        count = self.log.cluster.partitions(self.source)
-        Cluster(self.log.settings).prepare(self.app)
-        self.epoch += 1
-        plan = TaskPlan(
-            run=run,
-            epoch=self.epoch,
-            task=0,
-            settings=self.log.settings,
-            starts=starts or self.positions(),
-            until=self.log.cluster.ends(self.source, range(count)),
-            seconds=30,
-            sink_limit=0,
-        )
-        done = [delivery for batch in Task(self.app, plan).outcomes() for delivery in batch]
-        self.outcomes += [delivery.outcome for delivery in done]
-        return [(delivery.partition, delivery.offset) for delivery in done]
-
-    def positions(self) -> dict[int, int]:
-        partitions = range(self.log.cluster.partitions(self.source))
-        found = self.log.cluster.committed(self.name, self.source, partitions)
-        return {p: found.get(p, (0, None))[0] for p in partitions}
-
-    def committed(self) -> tuple[int, str | None]:
-        return self.log.cluster.committed(self.name, self.source, [0])[0]
-
-    def move(self, offset: int, metadata: str = "") -> None:
-        """As an operator does, or another program."""
-        consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": self.name})
-        try:
-            consumer.commit(
-                offsets=[TopicPartition(self.source, 0, offset, metadata=metadata)], asynchronous=False
-            )
-        finally:
-            consumer.close()
-
-    def forget(self) -> None:
-        """Delete the group."""
-        for future in self.log.cluster._admin.delete_consumer_groups([self.name]).values():
-            future.result(10)
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ A letter that neither takes is answered with why, and its lane stops: it never c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Literal
 
 from confluent_kafka import KafkaError as ClientError
@@ -45,6 +46,13 @@ _FOR_ITSELF = (
 )
 """What a topic says of a single letter."""
 
+_NOT_TAKEN = (
+    ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
+    ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
+    ClientError._MSG_TIMED_OUT,  # noqa: SLF001
+)
+"""What the client says of letters by itself when it could not write them; of others it says that it gave them up."""
+
 _producers: dict[KafkaSettings, Producer] = {}
 """Spark uses a Python worker again for the next epoch: so is its producer. Made for the first letter only."""
 
@@ -65,15 +73,17 @@ class Graveyard:
     machine cannot keep it.
     """
 
-    def __init__(self, seat: Seat, app: App) -> None:
+    def __init__(self, seat: Seat, app: App, refused: dict[tuple[int, int], str]) -> None:
         self._settings = seat.settings
         self._scribe = seat.scribe if app.delivery == "exactly_once" else None
-        self._refused = seat.refused
+        self._refused = refused  # messages whose letter was refused in a transaction, and why
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._made: Producer | None = None
         self._sour = ""  # why the topic took no letter when it was last asked
         self._sour_until = 0.0  # then it is asked again
+        self._closed = False
+        self._shipping: set[Future[None]] = set()
         self._spool = Spool(app.spool or default_folder(), app.name)
 
     def letter(
@@ -142,7 +152,7 @@ class Graveyard:
             return
 
         def report(error: Any, _message: Any) -> None:
-            if error is not None:
+            if error is not None and (error.code() > 0 or error.code() in _NOT_TAKEN):
                 self._refused[position] = f"topic {entry.topic!r}: {error.str()}"
 
         scribe.put(
@@ -175,7 +185,10 @@ class Graveyard:
             await asyncio.sleep(_SHIP_EVERY)
 
     def close(self) -> None:
-        """Let go of the spool's file; what is in it waits for the next task."""
+        """Let go of the spool's file; what is in it waits for the next task, also what is being shipped now."""
+        self._closed = True
+        for sent in list(self._shipping):
+            _give_up(sent)
         self._spool.close()
 
     def _send(self, entry: Spooled, then: Callable[[str | None, bool], None]) -> None:
@@ -203,8 +216,15 @@ class Graveyard:
 
     def _send_from_thread(self, entry: Spooled) -> Future[None]:
         sent: Future[None] = Future()
+        self._shipping.add(sent)
+        sent.add_done_callback(self._shipping.discard)
+        if self._closed:  # nobody serves answers any more
+            _give_up(sent)
+            return sent
 
         def answered(problem: str | None, alone: bool) -> None:
+            if sent.done():
+                return
             if problem is None:
                 sent.set_result(None)
             elif alone:
@@ -226,3 +246,8 @@ class Graveyard:
             then(None if error is None else f"{problem}; and {error}")
 
         kept.add_done_callback(answered)
+
+
+def _give_up(sent: Future[None]) -> None:
+    with contextlib.suppress(InvalidStateError):  # its answer came at the same moment
+        sent.set_exception(KeylaneError("the task has ended"))

@@ -75,15 +75,19 @@ class Scribe:
     """Used on the loop's thread, but for :meth:`write`. A transaction is open from the first :meth:`put` on.
 
     ``fail`` is told what makes it useless. While one transaction is being committed, what is put waits for the next.
+    ``exact``: what was in a transaction that was aborted is missing from then on, so no other may follow it.
     """
 
-    def __init__(self, settings: KafkaSettings, app: str, topic: str, group: Any) -> None:
+    def __init__(
+        self, settings: KafkaSettings, app: str, topic: str, group: Any, *, exact: bool = False
+    ) -> None:
         self.id = f"{app}.{uuid.uuid4().hex}"
         self.written: dict[int, int] = {}
         """By partition of the state topic: where the last record lies that was committed."""
         self.fail: Callable[[BaseException], None] = lambda _error: None
         self._topic = topic
         self._group = group
+        self._exact = exact
         self._producer = transactional(settings, self.id)
         self._produce = self._producer.produce
         self._open = False
@@ -148,7 +152,9 @@ class Scribe:
 
         Raises FencedError, or AbortedError when nothing of it was taken. A caller that is cancelled leaves it running.
         """
-        await asyncio.shield(asyncio.ensure_future(self._commit(offsets)))
+        committing = asyncio.ensure_future(self._commit(offsets))
+        committing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(committing)
 
     async def _commit(self, offsets: Callable[[], list[TopicPartition]]) -> None:
         async with self._lock:
@@ -208,7 +214,13 @@ class Scribe:
                 else:
                     return
         except KafkaException as error:
-            self.fail(self._error(error))
+            found = error.args[0]
+            if found.code() != ClientError._STATE:  # noqa: SLF001 - the client's public constant
+                self.fail(self._error(error))
+            elif self._exact:
+                self._over = AbortedError(f"a transaction was not taken: {self._why(found)}")
+                self.fail(self._over)
+            # Else the transaction has failed before, and who commits it will be told.
         except (FencedError, KafkaError) as error:
             self.fail(error)
 
@@ -242,8 +254,21 @@ class Scribe:
                     raise self._error(error) from error
                 if not found.txn_requires_abort() and found.retriable() and time.monotonic() < deadline:
                     continue
+                why = self._why(found)
                 self._abort()
-                raise AbortedError(f"a transaction was not taken: {found.str()}") from error
+                aborted = AbortedError(f"a transaction was not taken: {why}")
+                if self._exact:
+                    self._over = aborted
+                raise aborted from error
+
+    def _why(self, error: Any) -> str:
+        """What went wrong before, when the client says only that something did."""
+        if error.code() == ClientError._STATE:  # noqa: SLF001 - the client's public constant
+            try:
+                self._producer.commit_transaction(TIMEOUT)  # refused in this state, with the reason
+            except KafkaException as reason:
+                return str(reason.args[0].str())
+        return str(error.str())
 
     def _abort(self) -> None:
         deadline = time.monotonic() + LASTS
@@ -265,5 +290,8 @@ class Scribe:
                 "another task has taken over; nothing that this one does counts any more"
             )
         else:
-            self._over = KafkaError(f"a transaction was not taken, and none will be: {found.str()}")
+            kind = (
+                AbortedError if self._exact else KafkaError
+            )  # nothing of it counts: all of it can run again
+            self._over = kind(f"a transaction was not taken, and none will be: {found.str()}")
         return self._over

@@ -34,9 +34,13 @@ class Seat:
         self.reading: dict[int, int] = {}
         """The partitions that the consumer is assigned, and where it goes on in each."""
         self.cluster = Cluster(settings)
-        self.scribe = Scribe(settings, app.name, app.state, self.consumer.consumer_group_metadata())
-        self.refused: dict[tuple[int, int], str] = {}
-        """Messages whose dead letter their topic refused in a transaction, and why."""
+        self.scribe = Scribe(
+            settings,
+            app.name,
+            app.state,
+            self.consumer.consumer_group_metadata(),
+            exact=app.delivery == "exactly_once",
+        )
         self.seen: Duplicates | None = None
         """The event ids that were seen in the last epoch."""
         self.run = ""

@@ -88,6 +88,9 @@ class Task:
         self._exact = app.delivery == "exactly_once"
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
         self._deadline = 0.0
+        self._refused: dict[
+            tuple[int, int], str
+        ] = {}  # letters, for the graveyard: known when it begins again
         self._abandoned = threading.Event()  # Spark no longer wants the outcomes
         self._begin()
 
@@ -96,6 +99,7 @@ class Task:
         self._uncommitted: list[
             Delivery
         ] = []  # with exactly_once: done, and not yet in a committed transaction
+        self._writing: asyncio.Future[None] | None = None
         self._books = Books(self._app)
         self._desk: Desk | None = None
         self._shares: dict[int, Share] = {}
@@ -127,6 +131,7 @@ class Task:
                         if aborted == _ABORTED_MAX or self._abandoned.is_set():
                             raise
                         log.warning("%s: %s; its messages run again, in order", self.owner, error)
+                        getattr(self._app.observer, "began_again", lambda: None)()
                         self._begin()
         except BaseException as error:
             self._out.put(error)
@@ -153,7 +158,7 @@ class Task:
             plan.settings, app.name, state, seat.scribe, plan.run, self.owner, patience=app.drain_timeout + 5
         )
         starts = await asyncio.to_thread(self._books.restore, seat, claims, state, plan)
-        graveyard = Graveyard(seat, app)
+        graveyard = Graveyard(seat, app, self._refused)
         output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit)
         rereader = Rereader(
             plan.settings,
@@ -255,6 +260,14 @@ class Task:
             await self._write(final=words)
 
     async def _write(self, final: Callable[[], None] | None = None) -> None:
+        """Write down what is done. A caller that is cancelled leaves it running; the last one waits for it."""
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait([self._writing])
+        self._writing = asyncio.ensure_future(self._write_once(final))
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(self._writing)
+
+    async def _write_once(self, final: Callable[[], None] | None) -> None:
         batch: list[Delivery] = []
 
         def close() -> None:

@@ -125,7 +125,7 @@ class HistoryWriter:
     Raises OSError when the file cannot be written: a history with holes proves nothing.
     """
 
-    __slots__ = ("_fd", "_name", "_pid", "folder", "owner")
+    __slots__ = ("_fd", "_life", "_name", "_pid", "folder", "owner")
 
     def __init__(self, folder: str | Path, owner: str | None = None) -> None:
         self.folder = Path(folder)
@@ -133,6 +133,7 @@ class HistoryWriter:
         self.owner = ""  # set by _open, in the process that writes
         self._fd = -1  # belongs to the process _pid; a forked child opens its own
         self._pid = -1
+        self._life = 0
 
     def __reduce__(self) -> tuple[type[HistoryWriter], tuple[Path, str | None]]:
         return HistoryWriter, (self.folder, self._name)
@@ -161,6 +162,11 @@ class HistoryWriter:
         """As an app's ``observer``: see :meth:`started`."""
         self._end(_position(message, attempt), outcome)
 
+    def began_again(self) -> None:
+        """As an app's ``observer``: a task begins again in this process, after its transaction was aborted."""
+        self.close()
+        self._life += 1
+
     def close(self) -> None:
         """Closes this process's file. The next event opens a new one. Not needed for anything to survive."""
         if self._fd >= 0 and self._pid == os.getpid():
@@ -184,6 +190,8 @@ class HistoryWriter:
     def _open(self) -> None:
         pid = os.getpid()
         owner = str(pid) if self._name is None else f"{self._name}@{pid}"
+        if self._life:
+            owner += f"+{self._life}"
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", self._name or "p")
         self.folder.mkdir(parents=True, exist_ok=True)
         number = 0
