@@ -1,7 +1,7 @@
 """Keylane as a peer: an app on given topics, told and read like the others.
 
-``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]``
-and ``kafka.*`` options.
+``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]
+[delivery=exactly_once]`` and ``kafka.*`` options.
 
 Prints "P <unix time> <done>" lines; done is what lies acknowledged in the output topic. Ends after ``n``, or on
 SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
@@ -46,7 +46,11 @@ def make_app(opt: dict[str, str]) -> App:
     The longest stage is the one that fails, after its sleep, as a model call would.
     """
     app = App(
-        opt["group"], source=opt["topic"], sink=opt["out"], retry=PATIENCE if opt.get("stuck") else None
+        opt["group"],
+        source=opt["topic"],
+        sink=opt["out"],
+        delivery="exactly_once" if opt.get("delivery") == "exactly_once" else "at_least_once",
+        retry=PATIENCE if opt.get("stuck") else None,
     )
     sleeps = [float(ms) / 1000 for ms in opt.get("stages", "").split(",") if ms]
     fail = int(opt.get("fail", "0"))

@@ -72,6 +72,7 @@ def test_with_workers_killed_every_result_and_every_letter_is_there_once(
     offering.start()
     for number, enough in enumerate((4_000, 12_000, 20_000)):
         wait_until(lambda enough=enough: log.count(f"{name}.out") > enough, 60, "results come")  # type: ignore[misc]
+        wait_until(python_workers, 20, "there are workers")
         workers = python_workers()
         kill(workers[number % len(workers)])
     offering.join()
