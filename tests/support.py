@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
@@ -23,6 +27,7 @@ from keylane.testing import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,31 +173,143 @@ def ids(rows: Iterable[Row]) -> list[tuple[bytes | None, bytes | None]]:
     return [(row.key, row.header("event-id")) for row in rows]
 
 
-def python_workers(of: int | None = None) -> list[int]:
-    """Processes of Spark's Python workers below this process: those that run tasks, not their daemon or the planner."""
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process that has not ended: its parent and its command line."""
     listed = subprocess.run(
-        ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+        ["ps", "-ww", "-eo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
     ).stdout
-    parents: dict[int, int] = {}
-    commands: dict[int, str] = {}
+    found = {}
     for line in listed.splitlines()[1:]:
-        pid, ppid, command = line.split(None, 2)
-        parents[int(pid)], commands[int(pid)] = int(ppid), command
-    daemons = {
-        p
-        for p, c in commands.items()
-        if c.endswith("pyspark.daemon pyspark.worker")
-        and "pyspark.daemon" not in commands.get(parents[p], "")
-    }
+        pid, ppid, state, command = line.split(None, 3)
+        if not state.startswith("Z"):
+            found[int(pid)] = int(ppid), command
+    return found
 
-    def below(pid: int) -> bool:
-        while pid > 1:
-            if pid == (of or os.getpid()):
+
+def below(pid: int) -> dict[int, str]:
+    """Processes that this one has started, and those that they have started: their command lines."""
+    known = processes()
+
+    def is_below(child: int) -> bool:
+        while child > 1:
+            child = known.get(child, (0, ""))[0]
+            if child == pid:
                 return True
-            pid = parents.get(pid, 0)
         return False
 
-    return [p for p, parent in parents.items() if parent in daemons and below(p)]
+    return {child: command for child, (_, command) in known.items() if is_below(child)}
+
+
+def python_workers(of: int | None = None) -> list[int]:
+    """Processes of Spark's Python workers below this process: those that run tasks, not their daemon or the planner."""
+    family = below(of or os.getpid())
+    known = processes()
+    daemons = {
+        pid
+        for pid, command in family.items()
+        if command.endswith("pyspark.daemon pyspark.worker")
+        and "pyspark.daemon" not in known.get(known.get(pid, (0, ""))[0], (0, ""))[1]
+    }
+    return [pid for pid in family if known.get(pid, (0, ""))[0] in daemons]
+
+
+class Running:
+    """``keylane run`` as a process of its own: what it says, line by line, and what it leaves behind.
+
+    ``seen`` are the processes below it that were noticed. They have to be gone when it has ended.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "keylane", "run", *arguments, "--json"],
+            cwd=folder,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.lines: list[str] = []
+        self.seen: dict[int, str] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened, nothing of it stays."""
+        left = below(self.pid)
+        self._process.kill()
+        self._process.communicate()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line.rstrip())
+
+    def says(self, text: str, times: int = 1, seconds: float = 60) -> None:
+        """Wait until it has said so, so many times."""
+        self.until(lambda: sum(text in line for line in self.lines) >= times, seconds, text)
+
+    def has(self, command: str, seconds: float = 60) -> int:
+        """Wait until there is a process below it with this in its command line; its pid."""
+        found: list[int] = []
+
+        def there() -> bool:
+            found[:] = [pid for pid, line in below(self.pid).items() if command in line]
+            return bool(found)
+
+        self.until(there, seconds, f"a process {command!r}")
+        self.notice()
+        return found[0]
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait until it is so, as long as it runs. Fails with what it has said, and with where its threads stand."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            ended = self._process.poll() is not None and not self._reader.is_alive()
+            if ended or time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.send_signal(signal.SIGABRT)  # where does it stand?
+                self._reader.join(1)
+                said = "\n".join(self.lines)
+                raise AssertionError(f"waited up to {seconds:g} s in vain: {what}; it said:\n{said}")
+            time.sleep(0.05)
+
+    def notice(self) -> None:
+        """Remember what is below it now."""
+        self.seen |= below(self.pid)
+
+    def send(self, number: int) -> None:
+        """To it alone, as a process manager does."""
+        self.notice()
+        self._process.send_signal(number)
+
+    def send_all(self, number: int) -> None:
+        """To every process in the foreground, as a terminal does."""
+        self.notice()
+        os.killpg(self.pid, number)
+
+    def ends(self, within: float, leaves: float = 2) -> tuple[int, dict[str, Any]]:
+        """Its exit code and its JSON. Fails when it takes longer, or when a process of its own is still there later."""
+        try:
+            self._process.wait(within)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended within {within:g} s: {self.lines}") from None
+
+        def gone() -> bool:
+            return not self.seen.keys() & processes().keys()
+
+        wait_until(gone, leaves, f"nothing is left behind of {self.seen}")
+        self._reader.join(2)
+        assert self._process.stdout is not None
+        out = self._process.stdout.read()
+        return self._process.returncode, json.loads(out) if out else {}
 
 
 def kill(pid: int) -> None:

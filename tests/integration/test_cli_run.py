@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from keylane.testing import check, check_results, read_history
+from support import Running, ids
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from keylane.broker import Broker
@@ -50,44 +51,58 @@ def keylane(*arguments: str, folder: Path, **more: Any) -> subprocess.CompletedP
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unanswered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A run without a broker: it waits 10 s for one, meanwhile the other tests go on."""
+    folder = tmp_path_factory.mktemp("unanswered")
+    write_app(folder, "nowhere")
+    process = subprocess.Popen(
+        [*KEYLANE, "run", "shop:app", "--bootstrap", "127.0.0.1:9"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_the_next_run_catches_up(
-    number: signal.Signals, log: Log, broker: Broker, name: str, tmp_path: Path
+    log: Log, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
     load = [
         {"key": b"k%d" % (i % 200), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
-        for i in range(40_000)
+        for i in range(30_000)
     ]
     sent = log.send(f"{name}.in", load)
     write_app(tmp_path, name)
-    run = [*KEYLANE, "run", "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]", "--json"]
-    process = subprocess.Popen(
-        run, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        while log.count(f"{name}.out") < 5_000:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        # As the terminal does it: Ctrl-C goes to every process in the foreground, SIGTERM to the one that was named.
-        os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    facts = json.loads(out)
-    assert facts["ended"] == "stopped"
-    assert 0 < facts["processed"] < 40_000
+    arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        done = log.count(f"{name}.out")
+        with Running(tmp_path, *arguments) as run:
+            run.until(lambda done=done: log.count(f"{name}.out") >= done + 3_000, 60, "results")  # type: ignore[misc]
+            # As it is in life: Ctrl-C goes to every process in the foreground, SIGTERM to the one that was named.
+            (run.send_all if number is signal.SIGINT else run.send)(number)
+            code, facts = run.ends(within=60)
+        assert code == 0, run.lines
+        assert (facts["ended"], facts["drained"]) == ("stopped", True)
+        assert facts["processed"] > 0
+        assert facts["lag"] > 0
 
-    again = keylane(*run[len(KEYLANE) :], "--until-caught-up", folder=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["lag"] == 0
+    with Running(tmp_path, *arguments, "--until-caught-up") as run:
+        run.has("java")
+        code, facts = run.ends(within=100)
+    assert code == 0, run.lines
+    assert (facts["ended"], facts["lag"]) == ("caught up", 0)
     verdict = check(read_history(tmp_path / "history"), sent=sent)
     verdict.raise_if_bad()
     assert verdict.repeats == 0
-    pairs = [[(r.key, r.header("event-id")) for r in log.read(f"{name}.{end}")] for end in ("in", "out")]
-    check_results(*pairs).raise_if_bad()
+    check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
 
 
 @pytest.mark.timeout(60)
@@ -118,15 +133,15 @@ def test_a_wrong_app_is_one_clear_sentence(
 
 
 @pytest.mark.timeout(60)
-def test_no_broker_given_and_none_there(tmp_path: Path) -> None:
+def test_no_broker_given_and_none_there(tmp_path: Path, unanswered: subprocess.Popen[str]) -> None:
     write_app(tmp_path, "nowhere")
     environment = {k: v for k, v in os.environ.items() if k != "KEYLANE_BOOTSTRAP"}
     ran = keylane("run", "shop:app", folder=tmp_path, env=environment)
     assert ran.returncode == 2
     assert "no broker given" in ran.stderr
-    ran = keylane("run", "shop:app", "--bootstrap", "127.0.0.1:9", folder=tmp_path)
-    assert ran.returncode == 2
-    assert "no Kafka broker answered at 127.0.0.1:9" in ran.stderr
+    _, told = unanswered.communicate(timeout=30)
+    assert unanswered.returncode == 2
+    assert "no Kafka broker answered at 127.0.0.1:9" in told
 
 
 @pytest.mark.timeout(120)

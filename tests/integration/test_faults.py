@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,14 +12,12 @@ import pytest
 from keylane import App, Message, Transient
 from keylane.broker import Broker
 from keylane.testing import HistoryWriter, check, check_results, read_history
-from support import Log
+from support import Log, Running
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
-
-KEYLANE = [sys.executable, "-m", "keylane"]
 
 
 def load(count: int) -> list[dict[str, Any]]:
@@ -79,8 +74,10 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
         assert_whole(log, name, sent, tmp_path / "history", repeats=0)
 
 
-@pytest.mark.timeout(150)
-def test_a_killed_driver_loses_nothing(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(180)
+def test_a_driver_that_is_killed_or_ended_without_a_drain_loses_nothing(
+    log: Log, broker: Broker, name: str, tmp_path: Path
+) -> None:
     log.create(f"{name}.in", f"{name}.out")
     sent = log.send(f"{name}.in", load(30_000))
     history = tmp_path / "history"
@@ -94,18 +91,32 @@ def test_a_killed_driver_loses_nothing(log: Log, broker: Broker, name: str, tmp_
         "    await asyncio.sleep(0.02)\n"
         "    return msg.value\n"
     )
-    run = [*KEYLANE, "run", "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]"]
-    process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while log.count(f"{name}.out") < 5_000:
-            assert process.poll() is None
-            time.sleep(0.05)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    again = subprocess.run(
-        [*run, "--until-caught-up"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert again.returncode == 0, again.stderr
+    arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]")
+    with Running(tmp_path, *arguments) as run:
+        run.until(lambda: log.count(f"{name}.out") >= 5_000, 60, "5,000 results")
+        run.send(signal.SIGKILL)
+        assert run.ends(within=5, leaves=10) == (-signal.SIGKILL, {})
+
+    reached: dict[int, int] = {}
+    for event in read_history(history):
+        reached[event.partition] = max(event.offset, reached.get(event.partition, -1))
+
+    def is_past() -> bool:  # what ran before the kill is committed: whatever is repeated now, it is not that
+        committed = log.cluster.committed(name, f"{name}.in", reached)
+        return all(p in committed and committed[p][0] > offset for p, offset in reached.items())
+
+    with Running(tmp_path, *arguments) as run:
+        run.until(is_past, 60, f"progress past {reached}")
+        run.send(signal.SIGTERM)
+        run.says("A second signal ends it now")
+        run.send(signal.SIGTERM)
+        code, facts = run.ends(within=10)
+    assert (code, facts["ended"], facts["drained"]) == (128 + signal.SIGTERM, "stopped", False), run.lines
+    assert "ended without the drain: what was running runs again next time" in run.lines
+
+    with Running(tmp_path, *arguments, "--until-caught-up") as run:
+        run.has("java")
+        code, _ = run.ends(within=100)
+    assert code == 0, run.lines
     assert log.lag(name, f"{name}.in") == 0
     assert_whole(log, name, sent, history, repeats=1)

@@ -24,7 +24,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from keylane.cli.run import explain
 from keylane.demo.reader import percentile
 from keylane.errors import KeylaneError, SettingsError
 
@@ -252,7 +251,9 @@ class _Demo:
     @staticmethod
     def _check(query: LaneQuery) -> None:
         if not query.isActive:
-            raise KeylaneError(f"the app ended before its time: {explain(query.exception())}")
+            from keylane.spark.failure import cause  # noqa: PLC0415 - not needed for --help
+
+            raise KeylaneError(f"the app ended before its time: {cause(query.exception()).line}")
 
     @staticmethod
     def _outcomes(spark: SparkSession, path: Path) -> Outcomes:

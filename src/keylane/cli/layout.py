@@ -80,3 +80,8 @@ def age(seconds: float) -> str:
     while len(parts) > 1 and not parts[0][0]:
         del parts[0]
     return " ".join(f"{number} {unit}" for number, unit in parts[:2] if number or unit == parts[0][1])
+
+
+def say(console: Console, line: str, style: str | None = None) -> None:
+    """One line as it is: not coloured by what is in it, not broken where the terminal ends."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, TopicPartition
@@ -26,8 +29,14 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.kafka.settings import KafkaSettings
 
+log = logging.getLogger("keylane.kafka")
+
 TIMEOUT = 10.0
 """Seconds to wait for an answer from the cluster before saying that there is none."""
+
+PATIENCE = 60.0
+"""Seconds that a :func:`patient` call goes on asking."""
+_SAY_EVERY = 10.0
 
 DEAD_LETTER_ROOM = 65_536
 """Bytes a dead letter may be larger than its message: the failure's context."""
@@ -42,6 +51,7 @@ _MOVING = (
     ClientError.COORDINATOR_LOAD_IN_PROGRESS,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -63,6 +73,31 @@ def introduce(consumer: Consumer, topic: str) -> None:
         consumer.list_topics(topic, timeout=TIMEOUT)
     except KafkaException as error:
         raise KafkaError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
+
+
+def patient(call: Callable[P, T]) -> Callable[P, T]:
+    """Make a call of the planner's wait for a cluster that is away: for :data:`PATIENCE` seconds, then it fails.
+
+    A planner that fails ends the query, and all its tasks with it. One whose Spark has gone does not wait for anybody.
+    """
+
+    @functools.wraps(call)
+    def waiting(*args: P.args, **named: P.kwargs) -> T:
+        began, parent = time.monotonic(), os.getppid()
+        said = began - _SAY_EVERY
+        while True:
+            try:
+                return call(*args, **named)
+            except KafkaError as error:
+                now = time.monotonic()
+                if now - began >= PATIENCE or os.getppid() != parent:
+                    raise KafkaError(f"{error}; waited for {now - began:.0f} s") from error
+                if now - said >= _SAY_EVERY:
+                    said = now
+                    log.warning("%s; asked again, for up to %g s", error, PATIENCE)
+                time.sleep(0.5)
+
+    return waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

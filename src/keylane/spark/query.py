@@ -35,6 +35,8 @@ class LaneQuery(StreamingQuery):
         self._app = app
         self._plan = plan
         self._partitions = partitions
+        self.drained = False
+        """Whether :meth:`stop` has seen every task drain. Written by who calls it."""
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop fetching, finish what is running, commit, and end the query.
@@ -44,12 +46,12 @@ class LaneQuery(StreamingQuery):
         """
         if self.isActive:
             try:
-                self._drain(self._app.drain_timeout + 15 if timeout is None else timeout)
+                self.drained = self._drain(self._app.drain_timeout + 15 if timeout is None else timeout)
             except KeylaneError as error:
                 log.warning("stopping without a drain: %s", error)
         super().stop()
 
-    def _drain(self, timeout: float) -> None:
+    def _drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         order_stop(self._plan.settings, self._app.state, self._partitions, self._plan.run)
         # The epoch that was running when the order was written is the next to be reported or the one after it (when
@@ -58,8 +60,9 @@ class LaneQuery(StreamingQuery):
         while self.isActive and self._batch() < last:
             if time.monotonic() > deadline:
                 log.warning("app %r was not drained within %g s", self._app.name, timeout)
-                return
+                return False
             time.sleep(0.05)
+        return self.exception() is None
 
     def _batch(self) -> int:
         progress = self.lastProgress

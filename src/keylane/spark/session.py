@@ -27,10 +27,12 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     ``local[N]`` becomes ``local[N,4]``: without the second number Spark gives up on a query when one task fails once.
     The workers use this Python. Raises :class:`SettingsError` when Spark cannot be started.
     """
-    from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - takes half a second; the CLI's --help must not pay it
+    from py4j.protocol import Py4JError  # noqa: PLC0415 - takes half a second; the CLI's --help must not pay it
+    from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     from keylane.broker.java import find_java  # noqa: PLC0415
+    from keylane.spark.failure import cause  # noqa: PLC0415
 
     find_java()
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
@@ -52,8 +54,8 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         builder = builder.config(key, value)
     try:
         return builder.getOrCreate()
-    except PySparkRuntimeError as error:
-        raise SettingsError(f"Spark could not be started on {master!r}: {error}") from error
+    except (PySparkException, Py4JError, ConnectionError) as error:
+        raise SettingsError(f"Spark could not be started on {master!r}: {cause(error).line}") from error
 
 
 def worker_python() -> Path:

@@ -10,7 +10,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
-from keylane.kafka.cluster import Cluster
+from keylane.kafka.cluster import Cluster, patient
 from keylane.kafka.settler import Settler
 from keylane.kafka.state import State
 from keylane.kafka.task import Task, TaskPlan
@@ -90,6 +90,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # The planner.
 
+    @patient
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where the first epoch begins when the group has no progress: ``startingOffsets``, as numbers."""
         plan, cluster = self._plan, self._connect()
@@ -108,11 +109,13 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 starts[p] = named[offset][p] if offset in named else offset
         return _offset(0, starts)
 
+    @patient
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Remember where the source ends now; nothing beyond is read."""
         cluster = self._connect()
         self._target = cluster.ends(self._plan.topic, range(cluster.partitions(self._plan.topic)))
 
+    @patient
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
         """The next epoch; ``start`` again when everything there was is done."""
         self.commit(start)
@@ -148,6 +151,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             for task, share in enumerate(shares)
         ]
 
+    @patient
     def commit(self, end: dict[str, Any]) -> None:
         """Spark has committed this epoch and all before it."""
         plan = self._plan
