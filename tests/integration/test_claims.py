@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from keylane.errors import FencedError, TakenOverError
-from keylane.kafka.claims import ANSWERS, Claims, take_over
+from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, take_over
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.state import State
@@ -164,8 +164,9 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
             old.claims.leaving()
             await old.scribe.commit()
 
-        asyncio.run(say())
-        time.sleep(2 * ANSWERS)
+        for _ in range(4):
+            asyncio.run(say())
+            time.sleep(SAYS_SO_EVERY)
         steps.append("left")
         old.release()
 
@@ -178,6 +179,23 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
     assert steps == ["left", "claimed"]
     with pytest.raises(TakenOverError, match="taken over by another run"):
         old.claim()
+
+
+def test_another_run_that_dies_while_it_is_leaving_is_fenced(log: Log, app: str) -> None:
+    old = Owner(log.settings, app, "old", patience=60)
+    old.claim()
+    take_over(log.settings, app, f"{app}.state", 2, "r2")
+
+    async def say() -> None:
+        old.scribe.attach()
+        old.claims.leaving()
+        await old.scribe.commit()
+
+    asyncio.run(say())
+    new = Owner(log.settings, app, "new", run="r2", patience=60)
+    began = time.monotonic()
+    assert not new.claim()
+    assert time.monotonic() - began < 8
 
 
 def test_another_run_that_does_not_answer_is_fenced(log: Log, app: str) -> None:

@@ -88,7 +88,7 @@ def test_commits_that_get_lost_now_and_then_leave_every_result_once(
     lock = threading.Lock()
     insist = scribe.Scribe._insist
 
-    def unlucky(self: scribe.Scribe, call: Callable[[], None], deadline: float) -> None:
+    def unlucky(self: scribe.Scribe, call: Callable[[], None], deadline: float, *, again: bool) -> None:
         nonlocal count
         with lock:
             count += 1
@@ -97,7 +97,7 @@ def test_commits_that_get_lost_now_and_then_leave_every_result_once(
             self._abort()
             self._over = AbortedError("lost on purpose")
             raise self._over
-        insist(self, call, deadline)
+        insist(self, call, deadline, again=again)
 
     monkeypatch.setattr(scribe.Scribe, "_insist", unlucky)
     runner = Runner(

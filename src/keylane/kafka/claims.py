@@ -37,6 +37,9 @@ log = logging.getLogger("keylane.task")
 
 ANSWERS = 1.0
 """Seconds that a task of another run has to say that it is leaving."""
+SAYS_SO_EVERY = 1.0
+"""Seconds after which it says so again, while it lives."""
+_SILENCE = 3.0
 _LOOK = 0.2
 
 
@@ -96,7 +99,7 @@ class Claims:
             waited = time.monotonic() - began
             if not before and waited > 3 * TIMEOUT + self._patience:
                 raise KafkaError(f"app {self._app!r}: the claim was written, but it cannot be read")
-            dead = {owner for owner, claim in before.items() if waited > self._waits(claim)}
+            dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
             for owner in dead:
                 log.warning("task %s is replaced: its transactional id is fenced", before[owner].who)
                 transactional(self._settings, owner)
@@ -157,11 +160,13 @@ class Claims:
             }
         return found
 
-    def _waits(self, claim: Claim) -> float:
-        """Seconds that this owner is waited for."""
+    def _is_over(self, claim: Claim, waited: float) -> bool:
+        """Whether this owner has had its time."""
         if claim.run == self._run:
-            return -1.0  # Spark has given up on it
-        return self._patience if claim.leaving else ANSWERS
+            return True  # Spark has given up on it
+        if claim.leaving:
+            return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
+        return waited > ANSWERS
 
     def _value(self, *, leaving: bool = False) -> bytes:
         value: dict[str, Any] = {"run": self._run, "who": self._who}

@@ -7,7 +7,9 @@ from it: neither progress nor a record of the state topic and, with ``delivery="
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -143,6 +145,11 @@ class Scribe:
                 then(None)
 
     @property
+    def useless(self) -> bool:
+        """Whether it takes nothing any more: the task begins again with another one."""
+        return self._over is not None
+
+    @property
     def busy(self) -> bool:
         """Whether something waits to be committed."""
         return self._open or bool(self._waiting)
@@ -166,7 +173,7 @@ class Scribe:
             thens, self._thens = self._thens, []
             self._committing = True
             try:
-                await asyncio.to_thread(self._end, positions)
+                await self._aside(lambda: self._end(positions))
             except BaseException as error:
                 self._go_on()
                 for then in thens:
@@ -175,6 +182,31 @@ class Scribe:
             self._go_on()
             for then in thens:
                 then(None)
+
+    async def _aside(self, call: Callable[[], None]) -> None:
+        """In a thread of its own, and for so long only: a client that hangs must not hold up the end of the task."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = ended.get_loop()
+
+        def tell(error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_exception(error) if error else ended.set_result(None)
+
+        def main() -> None:
+            error = None
+            try:
+                call()
+            except BaseException as found:
+                error = found
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, error)
+
+        threading.Thread(target=main, name="keylane-scribe", daemon=True).start()
+        try:
+            await asyncio.wait_for(ended, 2 * LASTS)
+        except TimeoutError:
+            self._over = AbortedError(f"a transaction was not taken: no answer within {2 * LASTS:g} s")
+            raise self._over from None
 
     def _go_on(self) -> None:
         self._committing = False
@@ -193,7 +225,7 @@ class Scribe:
 
     def _begin(self) -> None:
         if self._over is not None:
-            raise self._over
+            raise type(self._over)(*self._over.args)
         if not self._open:
             try:
                 self._producer.begin_transaction()
@@ -233,18 +265,20 @@ class Scribe:
         deadline = time.monotonic() + LASTS
         try:
             if offsets:
+                # Not again: after a lost connection the client's second call never returns (2.16.1).
                 self._insist(
                     lambda: self._producer.send_offsets_to_transaction(offsets, self._group, TIMEOUT),
                     deadline,
+                    again=False,
                 )
-            self._insist(lambda: self._producer.commit_transaction(TIMEOUT), deadline)
+            self._insist(lambda: self._producer.commit_transaction(TIMEOUT), deadline, again=True)
         finally:
             self._open = False
             places, self._places = self._places, {}
         self.written |= places
 
-    def _insist(self, call: Callable[[], None], deadline: float) -> None:
-        """Call until it succeeds. Else nothing of the transaction counts."""
+    def _insist(self, call: Callable[[], None], deadline: float, *, again: bool) -> None:
+        """Call until it succeeds, or once. Else nothing of the transaction counts."""
         while True:
             try:
                 return call()
@@ -252,8 +286,12 @@ class Scribe:
                 found = error.args[0]
                 if found.fatal():
                     raise self._error(error) from error
-                if not found.txn_requires_abort() and found.retriable() and time.monotonic() < deadline:
-                    continue
+                if not found.txn_requires_abort() and found.retriable():
+                    if not again:
+                        self._over = AbortedError(f"a transaction was not taken: {found.str()}")
+                        raise self._over from error
+                    if time.monotonic() < deadline:
+                        continue
                 why = self._why(found)
                 self._abort()
                 aborted = AbortedError(f"a transaction was not taken: {why}")

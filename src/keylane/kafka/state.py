@@ -113,6 +113,8 @@ class Claim:
     who: str
     leaving: bool
     """It finishes what it has begun, and then lets go."""
+    heard: float
+    """When this was read, by the monotonic clock."""
 
 
 def _consumer(settings: KafkaSettings, app: str) -> Consumer:
@@ -269,7 +271,8 @@ class State:
         if owner in claims:  # it says that it is leaving; its place stays
             place = claims[owner].place
         found = json.loads(value)
-        claims[owner] = Claim(place, found["run"], found["who"], bool(found.get("leaving")))
+        leaving = bool(found.get("leaving"))
+        claims[owner] = Claim(place, found["run"], found["who"], leaving, time.monotonic())
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
         if name == PROGRESS:

@@ -22,7 +22,7 @@ from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import AbortedError, FencedError, FloodError, KeylaneError
 from keylane.kafka.books import Books
-from keylane.kafka.claims import Claims
+from keylane.kafka.claims import SAYS_SO_EVERY, Claims
 from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.graveyard import Graveyard
@@ -102,6 +102,7 @@ class Task:
         self._writing: asyncio.Future[None] | None = None
         self._books = Books(self._app)
         self._desk: Desk | None = None
+        self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
 
     def outcomes(self) -> Iterator[list[Delivery]]:
@@ -119,7 +120,7 @@ class Task:
 
     def _main(self) -> None:
         self._deadline = time.monotonic() + self._plan.seconds
-        aborted = 0
+        aborted, began = 0, time.monotonic()
         try:
             with own_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 while True:
@@ -127,7 +128,8 @@ class Task:
                         runner.run(self._run())
                         break
                     except AbortedError as error:
-                        aborted += 1
+                        aborted = 1 if time.monotonic() - began > 60 else aborted + 1
+                        began = time.monotonic()
                         if aborted == _ABORTED_MAX or self._abandoned.is_set():
                             raise
                         log.warning("%s: %s; its messages run again, in order", self.owner, error)
@@ -434,7 +436,7 @@ class Task:
                 engine.fail(FencedError(f"{self.owner}: another task has claimed its partitions"))
             if state.successor is not None:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
-                claims.leaving()
+                self._leaving = claims
                 return
             for order in state.take_orders():
                 desk.take(order)
@@ -468,17 +470,20 @@ class Task:
     async def _write_now_and_then(self, scribe: Scribe) -> None:
         """Progress at the app's interval; records, which lanes wait for, soon."""
         interval = self._app.commit_interval
-        due = time.monotonic() + interval
+        due, said = time.monotonic() + interval, 0.0
         while True:
             now = time.monotonic()
             try:
+                if self._leaving is not None and now - said > SAYS_SO_EVERY:
+                    said = now
+                    self._leaving.leaving()
                 if now >= due:
                     await self._write()
                     due = max(due + interval, time.monotonic()) + self._books.rest
                 elif scribe.busy and not self._exact:
                     await scribe.commit()
             except AbortedError as error:
-                if self._exact:
+                if scribe.useless:
                     raise
                 log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
                 due = time.monotonic() + interval
