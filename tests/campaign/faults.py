@@ -10,10 +10,11 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from campaign.handle import children, name_of, parent, running
+from campaign.handle import children, command_of, name_of, parent, running
 from campaign.plan import Kind
 from campaign.proxy import Cut, Weather
 from campaign.scene import Zombie, wait_for
+from keylane.broker.errors import PortTakenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,8 +49,14 @@ def _await_moment(scene: Scene, shot: Shot) -> None:
 
 
 def _pick_task(scene: Scene, shot: Shot) -> TaskLine:
-    lines = wait_for(lambda: scene.live_tasks() or None, 40, "a task runs")
-    return lines[int(shot.pick * len(lines))]
+    """A task that is in the middle of its work, unless the moment is where an epoch ends."""
+
+    def found() -> TaskLine | None:
+        lines = scene.live_tasks()
+        line = lines[int(shot.pick * len(lines))] if lines else None
+        return line if line is not None and (shot.kind.at_edge or scene.is_busy(line)) else None
+
+    return wait_for(found, 40, "a task is at work")
 
 
 def _kill(pid: int) -> None:
@@ -73,27 +80,12 @@ def _executor(scene: Scene, shot: Shot) -> None:
 
 
 def _planner(scene: Scene, _shot: Shot) -> None:
-    """The planner is a Python process below the driver's Java that never ran a task."""
     java = next(pid for pid in children(scene.driver.pid) if name_of(pid) == "java")
-    ran = {line.pid for line in scene.spec.tasks()}
-    found = [
-        pid
-        for daemon in children(java)
-        for pid in children(daemon)
-        if pid not in ran and _says(daemon, "campaign.daemon") and not _says(daemon, "pyspark.worker")
-    ]
+    found = [pid for pid in children(java) if "python_streaming_source_runner" in command_of(pid)]
     if not found:
         raise RuntimeError("no planner was found")
     _kill(found[-1])
     scene.note(f"killed planner {found[-1]}")
-
-
-def _says(pid: int, word: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 - shorter
-            return word.encode() in file.read()
-    except OSError:
-        return False
 
 
 def _driver(scene: Scene, _shot: Shot) -> None:
@@ -110,9 +102,18 @@ def _down(scene: Scene, shot: Shot, node: Node, why: str) -> None:
     node.kill()
     scene.note(f"killed node {node.id} of the broker{why}")
     time.sleep(shot.lasting)
-    node.start()
+    wait_for(lambda: _started(node), 60, f"node {node.id} starts")
     scene.note(f"node {node.id} is back")
     scene.outages.append((began, time.monotonic_ns() + int(_AFTERMATH * 1e9)))
+
+
+def _started(node: Node) -> bool | None:
+    """None when it cannot be yet: the sockets of a process that was killed are closed a moment after its death."""
+    try:
+        node.start()
+    except PortTakenError:
+        return None
+    return True
 
 
 def _broker(scene: Scene, shot: Shot) -> None:
@@ -164,7 +165,8 @@ def _zombie(scene: Scene, shot: Shot) -> None:
 
 
 def _orphan(scene: Scene, shot: Shot) -> None:
-    lines = wait_for(lambda: scene.live_tasks() or None, 40, "a task runs")
+    _pick_task(scene, shot)
+    lines = scene.live_tasks()
     daemon = parent(lines[0].pid)
     with scene.lifecycle:
         # The daemon first: it would pass the driver's end on to its workers. And before the stop: a group that loses
@@ -211,7 +213,7 @@ def _commits(scene: Scene, shot: Shot) -> None:
 def _between(scene: Scene, shot: Shot, do: Callable[[], None]) -> None:
     """Do something while the app is down: stopped in order, or with its driver killed."""
     with scene.lifecycle:
-        if shot.pick < 0.3:
+        if shot.pick < 0.3 and shot.kind is not Kind.RESTART:
             scene.driver.kill()
             scene.note("killed the driver")
         else:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from campaign.workload import Spec
 
-_READY = 60.0
+_READY = 180.0
 _ANSWER = 120.0
 
 
@@ -40,6 +40,7 @@ class Driver:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
         self._talking = threading.Lock()
 
     @property
@@ -57,6 +58,8 @@ class Driver:
         tests = str(Path(__file__).parents[1])
         known = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([tests, *known])}
+        # Java is up sooner and leaves more of the machine to others; nothing is measured here.
+        env["JAVA_TOOL_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
         if self.master.startswith("local-cluster"):
             env["SPARK_HOME"] = str(_spark_home(self._log.with_suffix(".home")))
             env |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": str(worker_python())}
@@ -72,7 +75,8 @@ class Driver:
                 cwd=tests,
             )
         self._answers = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True)
+        self._reader.start()
         self._answer(_READY)
 
     def start(self, spec: Spec) -> None:
@@ -95,22 +99,30 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+        self._forget(process)
+
+    def close(self) -> None:
+        """End it; whatever it still runs ends with it."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        else:
+            self._forget(process)
+
+    def _forget(self, process: subprocess.Popen[str]) -> None:
+        self._process = None
+        if self._reader is not None:
+            self._reader.join(5)  # it ends with the process that it reads from
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        self._process = None
-
-    def close(self) -> None:
-        """End it; whatever it still runs ends with it."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self._process = None
 
     def _tell(self, command: dict[str, Any]) -> dict[str, Any]:
         with self._talking:
@@ -180,6 +192,14 @@ def name_of(pid: int) -> str:
     """The program it runs."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def command_of(pid: int) -> str:
+    """Its whole command line."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
 

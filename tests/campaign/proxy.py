@@ -99,8 +99,10 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(10)
+        self._loop.close()
 
     async def _open(self) -> None:
         for port in self._ports:
@@ -111,6 +113,14 @@ class Proxy:
             (HOST.encode() + struct.pack(">i", theirs), HOST.encode() + struct.pack(">i", own))
             for theirs, own in self._own.items()
         ]
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _serve(self, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,8 +141,14 @@ class Proxy:
                     self._answers(upstream, requests, answers, asked, doomed),
                 )
             ]
-            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-                await asyncio.gather(*jobs)
+            try:
+                await asyncio.gather(*jobs, return_exceptions=True)
+            except asyncio.CancelledError:
+                for job in jobs:
+                    job.cancel()
+            finally:
+                up.close()
+                writer.close()
 
         return serve
 

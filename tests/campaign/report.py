@@ -41,7 +41,9 @@ def story(outcome: Outcome) -> str:
     if len(ruling.findings) > _SHOWN:
         lines.append(f"  … and {len(ruling.findings) - _SHOWN} more")
     lines += ["what happened:", *_timeline(outcome)]
-    lines += [f"folder: {outcome.folder}", f"replay: {outcome.replay}"]
+    if not ruling.ok:
+        lines.append(f"folder: {outcome.folder}")
+    lines.append(f"replay: {outcome.replay}")
     return "\n".join(lines)
 
 
@@ -55,8 +57,7 @@ def _timeline(outcome: Outcome) -> list[str]:
         return []
     story: list[tuple[int, str]] = [(note.at, note.text) for note in scene.notes]
     story += [
-        (task.at, f"task {task.task} of epoch {task.epoch} begins: {task.owner}")
-        for task in scene.spec.tasks()
+        (task.at, f"task {task.task} of epoch {task.epoch} begins: {task.owner}") for task in outcome.tasks
     ]
     if evidence is not None:
         before: dict[int, str] = {}

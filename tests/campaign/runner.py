@@ -15,6 +15,7 @@ from campaign.faults import strike
 from campaign.finding import Finding, Ruling
 from campaign.handle import running
 from campaign.judge import Evidence, judge
+from campaign.plan import Kind
 from campaign.scene import Scene, wait_for
 from campaign.watch import Load, Watch
 from campaign.workload import PARTITIONS, Spec, is_poison
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from campaign.fleet import Fleet
     from campaign.plan import Plan, Shot
+    from campaign.workload import TaskLine
 
 PATIENCE = 60.0
 """Seconds after the load and the last fault in which everything has to be done."""
@@ -41,6 +43,7 @@ class Outcome:
     folder: Path
     scene: Scene | None = None
     evidence: Evidence | None = None
+    tasks: list[TaskLine] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -72,6 +75,7 @@ def run(plan: Plan, delivery: str, fleet: Fleet, *, breaks: str = "") -> Outcome
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(zombie.pid, signal.SIGKILL)
     outcome.seconds = time.monotonic() - began
+    outcome.tasks = outcome.scene.spec.tasks() if outcome.scene else []
     if outcome.ruling.ok:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
@@ -211,5 +215,5 @@ def _collect(outcome: Outcome, scene: Scene, watch: Watch, load: Load, *, caught
         forgotten=scene.forgotten,
         outages=scene.outages,
         caught_up=caught_up,
-        peaceful=not plan.kinds,
+        peaceful=plan.kinds <= {Kind.RESTART},
     )

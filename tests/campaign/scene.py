@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_JUST_NOW = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,15 @@ class Scene:
         alive = [line for pid, line in newest.items() if pid not in stopped and running(pid)]
         last = max((line.epoch for line in alive), default=0)
         return sorted((line for line in alive if line.epoch == last), key=lambda line: line.task)
+
+    def is_busy(self, line: TaskLine) -> bool:
+        """Whether it has written into its history just now."""
+        name = line.owner.partition("@")[0]
+        try:
+            written = (self.spec.history / f"{name}-{line.pid}-0.history").stat().st_mtime
+        except OSError:
+            return False
+        return time.time() - written < _JUST_NOW
 
     def await_task(self, after: int, seconds: float = 40.0, task: int | None = None) -> TaskLine:
         """The first task that began after this moment (of this number, if given). Raises TimeoutError without one."""
