@@ -55,7 +55,7 @@ def _timeline(outcome: Outcome) -> list[str]:
     scene, evidence = outcome.scene, outcome.evidence
     if scene is None:
         return []
-    story: list[tuple[int, str]] = [(note.at, note.text) for note in scene.notes]
+    story: list[tuple[int, str]] = [(note.at, note.text) for note in [*scene.notes, *outcome.claims]]
     story += [
         (task.at, f"task {task.task} of epoch {task.epoch} begins: {task.owner}") for task in outcome.tasks
     ]

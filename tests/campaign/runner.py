@@ -16,7 +16,7 @@ from campaign.finding import Finding, Ruling
 from campaign.handle import running
 from campaign.judge import Evidence, judge
 from campaign.plan import Kind
-from campaign.scene import Scene, wait_for
+from campaign.scene import Note, Scene, wait_for
 from campaign.watch import Load, Watch
 from campaign.workload import PARTITIONS, Spec, is_poison
 from keylane.testing import History, read_history
@@ -44,6 +44,7 @@ class Outcome:
     scene: Scene | None = None
     evidence: Evidence | None = None
     tasks: list[TaskLine] = field(default_factory=list)
+    claims: list[Note] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -138,6 +139,7 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
     finally:
         watch.close()
     outcome.evidence = _collect(outcome, scene, watch, load, caught_up=caught_up)
+    outcome.claims = _claims(scene)
     outcome.ruling = judge(outcome.evidence)
     phase("judge")
     if outcome.ruling.ok:
@@ -193,6 +195,19 @@ def _end_zombies(scene: Scene) -> None:
         time.sleep(0.05)
     for zombie in awake:
         scene.note(f"zombie {zombie.pid} {'still runs' if running(zombie.pid) else 'has ended'}")
+
+
+def _claims(scene: Scene) -> list[Note]:
+    """Who said when that it owns what: records of the state topic, as far as compaction has left them."""
+    wall = time.time_ns() - time.monotonic_ns()
+    return [
+        Note(
+            row.timestamp * 1_000_000 - wall,
+            f"state of {row.partition}: {row.key!r} {'is let go of' if row.value is None else row.value!r}",
+        )
+        for row in scene.log.read(f"{scene.spec.name}.state")
+        if row.key is not None and row.key.startswith((b"owner", b"run"))
+    ]
 
 
 def _collect(outcome: Outcome, scene: Scene, watch: Watch, load: Load, *, caught_up: bool) -> Evidence:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from keylane.testing.history import Delivery
 
 COMMIT_INTERVAL = 1.0
+_COMMIT_INTERVAL_ONCE = 0.2  # results are seen when they are committed: nobody would wait for a second
 PARTITIONS = 4
 _SLOWEST = 0.03
 _FLAKY = 0.03
@@ -158,12 +159,13 @@ def make_app(spec: Spec) -> App:
     more: dict[str, Any] = {}
     if "delivery" in inspect.signature(App).parameters:
         more["delivery"] = spec.delivery
+    once = spec.delivery == "exactly_once"
     app = App(
         spec.name,
         source=spec.source,
         sink=spec.sink,
         retry=Retry(attempts=5, wait_initial=0.05, wait_max=0.4),
-        commit_interval=COMMIT_INTERVAL,
+        commit_interval=_COMMIT_INTERVAL_ONCE if once else COMMIT_INTERVAL,
         drain_timeout=10.0,
         observer=Recorder(spec.folder, spec.breaks),
         spool=Path(spec.folder) / "spool",
