@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from campaign.finding import Finding, Ruling
@@ -65,7 +66,7 @@ def judge(evidence: Evidence) -> Ruling:
         *ledger.going_back(),
         *ledger.repeats_of_committed(),
         *ledger.needless_repeats(peaceful=evidence.peaceful),
-        *ledger.late_commits(evidence.outages, COMMIT_INTERVAL + _LATE),
+        *ledger.late_commits(evidence.outages, evidence.zombies, COMMIT_INTERVAL + _LATE),
     ]
     if not evidence.caught_up:
         findings.append(Finding(rule="stuck", detail="not everything was done in time"))
@@ -83,6 +84,7 @@ def judge(evidence: Evidence) -> Ruling:
         "duplicates": len(evidence.results) - len(set(evidence.results)),
         "samples": len(evidence.samples),
         "by zombies": after,
+        "ms standstill": max((b.seq - a.seq for a, b in pairwise(history.events)), default=0) // 1_000_000,
     }
     return Ruling(findings=tuple(findings), facts=facts)
 

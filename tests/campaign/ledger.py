@@ -121,11 +121,15 @@ class Ledger:
                 findings.append(self._finding("repeat without a crash", detail, position, start.seq))
         return findings[:_SHOWN]
 
-    def late_commits(self, outages: Sequence[tuple[int, int]], seconds: float) -> list[Finding]:
-        """What runs again was in flight or done since the last commit: not long before its owner ended."""
+    def late_commits(
+        self, outages: Sequence[tuple[int, int]], stopped: Mapping[str, int], seconds: float
+    ) -> list[Finding]:
+        """What runs again was in flight or done since the last commit: not long before its owner's end or stop."""
         findings = []
         for start, finished in self.repeats:
             ended = min(self._last[finished.owner], start.seq)
+            if finished.seq < (stop := stopped.get(finished.owner, 0)):
+                ended = min(ended, stop)
             if ended - finished.seq <= seconds * 1e9 or self._forgot(finished.seq, start.seq):
                 continue
             if any(began <= ended and finished.seq <= over for began, over in outages):

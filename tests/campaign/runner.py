@@ -194,7 +194,10 @@ def _end_zombies(scene: Scene) -> None:
     while time.monotonic() < until and any(running(zombie.pid) for zombie in awake):
         time.sleep(0.05)
     for zombie in awake:
-        scene.note(f"zombie {zombie.pid} {'still runs' if running(zombie.pid) else 'has ended'}")
+        if alive := running(zombie.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(zombie.pid, signal.SIGUSR1)
+        scene.note(f"zombie {zombie.pid} {'still runs: see its stacks' if alive else 'has ended'}")
 
 
 def _claims(scene: Scene) -> list[Note]:

@@ -7,10 +7,12 @@ without asking which messages must become dead letters.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import json
 import os
 import random
+import signal
 import time
 import zlib
 from dataclasses import dataclass
@@ -150,6 +152,8 @@ def _in_task(folder: str, breaks: str) -> Recorder:
     }
     with (Path(folder) / "tasks.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
+    stacks = (Path(folder) / f"stacks-{os.getpid()}").open("a")  # noqa: SIM115 - the handler holds on to it
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     return Recorder(folder, breaks, owner)
 
 
