@@ -152,7 +152,7 @@ def _in_task(folder: str, breaks: str) -> Recorder:
     }
     with (Path(folder) / "tasks.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    stacks = (Path(folder) / f"stacks-{os.getpid()}").open("a")  # noqa: SIM115 - the handler holds on to it
+    stacks = (Path(folder) / f"stacks-{os.getpid()}").open("a")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     return Recorder(folder, breaks, owner)
 
