@@ -72,7 +72,7 @@ def judge(evidence: Evidence) -> Ruling:
         findings.append(Finding(rule="stuck", detail="not everything was done in time"))
     findings += [
         Finding(rule="thin", detail=f"nobody replaced {owner} after it was stopped")
-        for owner in evidence.zombies
+        for owner in sorted(evidence.zombies.keys() & {event.owner for event in evidence.history})
         if owner not in cuts
     ]
     after = sum(1 for event in evidence.history if event.seq >= cuts.get(event.owner, event.seq + 1))

@@ -159,6 +159,8 @@ def test_a_repeat_that_should_long_have_been_committed_is_found() -> None:
     )
     assert rules(judge(evidence)) == {"repeat too old"}
     assert judge(replace(evidence, outages=[(0, 5_100 * MS)])).ok
+    # It was stopped, and went on after five seconds: it could not have committed.
+    assert judge(replace(evidence, zombies={"one": 205 * MS})).ok
 
 
 def test_dead_letters_that_are_missing_or_too_many_are_found() -> None:
@@ -204,3 +206,5 @@ def test_a_zombie_that_moves_progress_is_found() -> None:
 
 def test_a_zombie_that_nobody_replaced_proves_nothing() -> None:
     assert rules(judge(whole(zombies={"one": 399 * MS}))) == {"thin"}
+    # One that was stopped before it had begun anything, and never did, is none.
+    assert judge(whole(zombies={"other": 399 * MS})).ok
