@@ -183,8 +183,18 @@ def _catch_up(scene: Scene, watch: Watch, load: Load) -> bool:
     try:
         return wait_for(done, PATIENCE, "everything is done")
     except TimeoutError:
-        scene.note(f"gave up waiting: committed {watch.position()}, the source ends at {ends}")
+        scene.note(
+            f"gave up waiting: committed {watch.position()}, the source ends at {ends}; see the stacks"
+        )
+        for line in scene.live_tasks():
+            _show_stacks(line.pid)
         return False
+
+
+def _show_stacks(pid: int) -> None:
+    """Into the file ``stacks-…`` of the run's folder."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
 
 
 def _end_zombies(scene: Scene) -> None:
@@ -195,8 +205,7 @@ def _end_zombies(scene: Scene) -> None:
         time.sleep(0.05)
     for zombie in awake:
         if alive := running(zombie.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(zombie.pid, signal.SIGUSR1)
+            _show_stacks(zombie.pid)
         scene.note(f"zombie {zombie.pid} {'still runs: see its stacks' if alive else 'has ended'}")
 
 
