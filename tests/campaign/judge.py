@@ -138,6 +138,10 @@ def _results(evidence: Evidence) -> list[Finding]:
         Finding(rule=f"sink {violation.flaw}", detail=str(violation), key=violation.key)
         for violation in verdict.violations
     ]
+    if not once and evidence.outages:
+        return (
+            findings  # a client that got no answer sends again, and not every broker remembers the first time
+        )
     at = {number: position for position, (_, number) in evidence.sent.items()}
     tries = Counter((event.partition, event.offset) for event in evidence.history if event.kind is Kind.START)
     for (key, number), count in Counter(evidence.results).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -79,7 +80,21 @@ def run(plan: Plan, delivery: str, fleet: Fleet, *, breaks: str = "") -> Outcome
     outcome.tasks = outcome.scene.spec.tasks() if outcome.scene else []
     if outcome.ruling.ok:
         shutil.rmtree(folder, ignore_errors=True)
+    elif outcome.evidence is not None:
+        _keep_topics(folder, outcome.evidence)
+        if not outcome.evidence.caught_up:
+            fleet.reset()  # its tasks may hang for ever in workers that the next run would get
     return outcome
+
+
+def _keep_topics(folder: Path, evidence: Evidence) -> None:
+    """What lay in the topics, beside the history: the broker is gone by the time that somebody looks."""
+    topics = {
+        "sent": [[*place, key.decode(), number] for place, (key, number) in sorted(evidence.sent.items())],
+        "results": [[key.decode(), number] for key, number in evidence.results],
+        "letters": list(evidence.letters),
+    }
+    (folder / "topics.json").write_text(json.dumps(topics))
 
 
 def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:

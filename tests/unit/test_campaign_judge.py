@@ -102,6 +102,8 @@ def test_a_duplicate_in_an_exactly_once_sink_is_found() -> None:
     assert "sink repeat" in rules(judge(whole(results=again)))
     # Not even at_least_once has a result that nobody computed.
     assert rules(judge(whole(results=again, delivery="at_least_once"))) == {"sink invented"}
+    # But a client may have sent it again when a broker died.
+    assert judge(whole(results=again, delivery="at_least_once", outages=[(0, MS)])).ok
 
 
 def test_a_duplicate_is_excused_when_progress_was_deleted_from_outside() -> None:
