@@ -85,6 +85,7 @@ class Plan:
     messages: int
     rate: float
     keys: int
+    patient: bool = False
 
     @classmethod
     def of(cls, seed: int, *, patient: bool = False) -> Plan:
@@ -104,6 +105,7 @@ class Plan:
             messages=int(rate * seconds),
             rate=rate,
             keys=rng.choice([30, 60, 90]),
+            patient=patient,
         )
 
     @property

@@ -51,7 +51,8 @@ class Outcome:
     @property
     def replay(self) -> str:
         """The command that does it again."""
-        return f"python -m campaign --seed {self.plan.seed} --delivery {self.delivery}"
+        patient = " --patient" if self.plan.patient else ""
+        return f"python -m campaign --seed {self.plan.seed} --delivery {self.delivery}{patient}"
 
 
 def run(plan: Plan, delivery: str, fleet: Fleet, *, breaks: str = "") -> Outcome:
