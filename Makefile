@@ -1,14 +1,15 @@
 # `make test` and `make demo` each work alone on a fresh clone; all they need is Python 3.11+ and Java 17+.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak replay lock clean distclean run-env dev-env
+.PHONY: help demo test lint bench soak replay replay-fault lock clean distclean run-env dev-env
 
 SEEDS ?= 1000
 SEED ?= 0
+DELIVERY ?= both
 BIN := .venv/bin
 
 help: ## what can be made
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: run-env ## see lanes at work: a broker, a load and an app, on this machine
 	@$(BIN)/keylane demo
@@ -25,13 +26,19 @@ bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.blocked
 
-soak: dev-env ## the long campaigns: random cases, many seeds (SEEDS=1000)
+soak: dev-env ## the long campaigns: random cases, many seeds, faults (SEEDS=1000)
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py
 	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/unit/test_schedules.py --session-timeout=86400
 	$(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=86400
+	# A fault takes as long as a hundred schedules: a hundredth of the seeds of each, and a tenth of them as pairs.
+	PYTHONPATH=tests $(BIN)/python -m campaign --delivery $(DELIVERY) \
+	    --seeds $$(( ($(SEEDS) + 99) / 100 )) --pairs $$(( ($(SEEDS) + 9) / 10 ))
 
 replay: dev-env ## one seed of the random schedules, with its timeline (SEED=7)
 	KEYLANE_SEED=$(SEED) $(BIN)/python -m pytest tests/unit/test_schedules.py -vv --log-cli-level=INFO
+
+replay-fault: dev-env ## one seed of the fault campaign, with its story (SEED=701)
+	PYTHONPATH=tests $(BIN)/python -m campaign --seed $(SEED) --delivery $(DELIVERY)
 
 lock: ## pin the newest allowed versions of everything (needs uv)
 	@for name in requirements-build requirements requirements-dev; do \
