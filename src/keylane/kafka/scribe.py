@@ -33,6 +33,8 @@ log = logging.getLogger("keylane.kafka")
 
 LASTS = 60.0
 """Seconds after which the broker gives up on a transaction."""
+PATIENCE = 12.0
+"""Seconds that the client has to commit one. After a broker's restart it may wait for an answer that never comes."""
 _FENCED = (
     ClientError._FENCED,  # noqa: SLF001 - the client's public constant
     ClientError.PRODUCER_FENCED,
@@ -55,6 +57,7 @@ def transactional(settings: KafkaSettings, name: str) -> Any:
             # A transaction that follows another at once is told to come again; the client's 100 ms are long for that.
             "retry.backoff.ms": 5,
             "retry.backoff.max.ms": 200,
+            "socket.timeout.ms": int(TIMEOUT * 1000),
         }
     )
     deadline = time.monotonic() + LASTS
@@ -203,9 +206,10 @@ class Scribe:
 
         threading.Thread(target=main, name="keylane-scribe", daemon=True).start()
         try:
-            await asyncio.wait_for(ended, 2 * LASTS)
+            await asyncio.wait_for(ended, PATIENCE)
         except TimeoutError:
-            self._over = AbortedError(f"a transaction was not taken: no answer within {2 * LASTS:g} s")
+            # Whether it was committed after all is known when the next one has fenced this one's id.
+            self._over = AbortedError(f"a transaction was not taken: no answer within {PATIENCE:g} s")
             raise self._over from None
 
     def _go_on(self) -> None:
