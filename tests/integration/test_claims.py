@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from keylane.errors import FencedError, TakenOverError
-from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, take_over
+from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, check_still_ours, take_over
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.state import State
@@ -223,3 +225,18 @@ def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str
         assert state.runs[0] == state.runs[1], "the partitions name different runs"
         winner = runs.index(state.runs[0]["run"])
         assert failed[winner] is None
+
+
+def test_who_wants_to_start_an_app_again_finds_out_that_another_has(log: Log, name: str) -> None:
+    log.create(f"{name}.in")
+    log.create(f"{name}.state", cleanup_policy="compact")
+    check_still_ours(log.settings, name, f"{name}.state")  # nobody's
+    take_over(log.settings, name, f"{name}.state", 4, "one")
+    check_still_ours(log.settings, name, f"{name}.state")
+    another = (
+        "import sys\nfrom keylane.kafka.claims import take_over\nfrom keylane.kafka.settings import KafkaSettings\n"
+        "take_over(KafkaSettings(sys.argv[1]), sys.argv[2], sys.argv[2] + '.state', 4, 'two')"
+    )
+    subprocess.run([sys.executable, "-c", another, log.bootstrap, name], check=True, timeout=30)
+    with pytest.raises(TakenOverError, match="was taken over by another run, started by"):
+        check_still_ours(log.settings, name, f"{name}.state")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from keylane import App, Message, Transient
 from keylane.broker import Broker
+from keylane.kafka import cluster
+from keylane.spark.source import LaneReader
 from keylane.testing import HistoryWriter, check, check_results, read_history
-from support import Log, Running
+from support import Log, Running, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +38,11 @@ def assert_whole(log: Log, name: str, sent: list[Any], history: Path, *, repeats
 
 @pytest.mark.timeout(150)
 def test_a_broker_that_dies_and_comes_back_is_waited_for(
-    spark: SparkSession, name: str, tmp_path: Path
+    spark: SparkSession,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Broker() as broker:
         log = Log(broker.bootstrap)
@@ -72,6 +79,19 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
         assert query.exception() is None
         assert len(sent) == 30_000
         assert_whole(log, name, sent, tmp_path / "history", repeats=0)
+
+        # Between two epochs it is the planner that needs the broker.
+        monkeypatch.setattr(cluster, "TIMEOUT", 1.0)
+        reader = LaneReader(query._plan)
+        start = reader.initialOffset()
+        node.kill()
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(reader.latestOffset, start, None)
+            wait_until(lambda: asked.done() or "asked again" in caplog.text, 10, "it has asked once in vain")
+            node.start()
+            planned = asked.result(30)
+        assert planned["epoch"] == 1
+        assert sum(planned["starts"].values()) == 30_000
 
 
 @pytest.mark.timeout(180)

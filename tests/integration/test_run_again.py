@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from keylane import App, Message
+from keylane.kafka.claims import take_over
+from keylane.spark import jvm
 from keylane.testing import check, check_results, read_history
-from support import Running, ids, kill, python_workers
+from support import Running, ids, kill, processes, python_workers, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
     from support import Log
@@ -19,8 +26,7 @@ APP = """
 import asyncio, os
 from pathlib import Path
 from keylane import App, Message
-from keylane.errors import TakenOverError
-from keylane.kafka.books import Books
+from keylane.kafka.claims import take_over
 from keylane.testing import HistoryWriter
 
 app = App("{name}", source="{name}.in", sink="{name}.out", observer=HistoryWriter("{folder}/history"))
@@ -31,15 +37,6 @@ async def work(msg: Message):
         os.kill(os.getpid(), 9)
     await asyncio.sleep(0.02)
     return msg.value
-
-restore = Books.restore
-
-def restored(self, *given):
-    if Path("{folder}/taken").exists():
-        raise TakenOverError("another run of app {name} has taken over")
-    return restore(self, *given)
-
-Books.restore = restored
 """
 
 
@@ -61,12 +58,8 @@ def test_a_failed_query_is_started_again_and_a_dead_jvm_too_until_another_run_ta
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
     (tmp_path / "shop.py").write_text(APP.format(name=name, folder=tmp_path))
-    sent = log.send(f"{name}.in", load(0, 4_000))
-    # Partition 1 kills its task again and again. The other task is well, and goes on after Spark has given up on the
-    # query, here for 5 s: were the query started before it has ended, both would run the same lanes.
-    lingering = "--conf spark.python.task.killTimeout=5s pyspark-shell"
-    arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]")
-    with Running(tmp_path, *arguments, PYSPARK_SUBMIT_ARGS=lingering) as run:
+    sent = log.send(f"{name}.in", load(0, 2_000))
+    with Running(tmp_path, "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]") as run:
         run.says("the query failed: a Python worker ended unexpectedly, 4 times in a row")
         run.says("It is started again in 1 s (failure 1 in a row)")
         (tmp_path / "mended").touch()
@@ -74,24 +67,45 @@ def test_a_failed_query_is_started_again_and_a_dead_jvm_too_until_another_run_ta
         run.until(lambda: log.lag(name, f"{name}.in") == 0, 60, "everything is done")
 
         before = log.count(f"{name}.out")
-        sent += log.send(f"{name}.in", load(4_000, 5_000))
+        sent += log.send(f"{name}.in", load(2_000, 3_000))
         run.until(lambda: log.count(f"{name}.out") > before, 30, "it is in the middle of it")
         kill(run.has("java"))
         run.says("the query failed: Spark's JVM is gone")
         run.says("runs again", 2)
         run.until(lambda: log.lag(name, f"{name}.in") == 0, 60, "everything is done")
 
-        (tmp_path / "taken").touch()
-        for worker in python_workers(run.pid):
-            kill(worker)
         run.notice()
+        take_over(log.settings, name, f"{name}.state", 4, "another")
         code, facts = run.ends(within=60)
     assert code == 3, run.lines
-    assert (facts["ended"], facts["lag"], facts["processed"]) == ("failed", 0, 5_000)
-    assert facts["error"] == f"another run of app {name} has taken over"
+    assert (facts["ended"], facts["lag"], facts["processed"]) == ("failed", 0, 3_000)
+    assert facts["error"].startswith(f"app '{name}' was taken over by another run, started by ")
     assert f"error: {facts['error']}" in run.lines
     assert "is not started again" in run.lines[-1]
     assert "Traceback" not in "".join(run.lines)
     check(read_history(tmp_path / "history"), sent=sent, allow_repeats=5).raise_if_bad()
     pairs = [ids(log.read(f"{name}.{end}")) for end in ("in", "out")]
     check_results(*pairs, allow_duplicates=True).raise_if_bad()
+
+
+def test_a_failed_query_has_tasks_until_spark_is_idle(
+    spark: SparkSession, log: Log, broker: Broker, name: str
+) -> None:
+    log.create(f"{name}.in")
+    log.send(f"{name}.in", load(0, 4))
+    app = App(name, source=f"{name}.in")
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        if msg.partition == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    query = app.start(spark, bootstrap=broker.bootstrap)
+    wait_until(lambda: not query.isActive, 50, "Spark has given up")
+    well = python_workers()
+    assert jvm.running(spark) == len(well) == 1, "the task of the other partitions"
+    assert not jvm.await_idle(spark, 0.5)
+    assert jvm.await_idle(spark, 20)
+    assert jvm.running(spark) == 0
+    wait_until(lambda: not set(well) & processes().keys(), 1, "its process has gone too")
+    assert jvm.is_alive(spark)

@@ -38,7 +38,7 @@ def run(
         bool,
         typer.Option(
             "--until-caught-up",
-            help="Process what is in the source now, then exit: with 0, or with 1 if lanes have stopped.",
+            help="Process what is in the source now, then exit.",
         ),
     ] = False,
     tasks: Annotated[
@@ -61,7 +61,17 @@ def run(
     """Run an app until Ctrl-C or SIGTERM, which drain it: what is running is finished and committed first.
 
     The module is looked for in the current folder and in the installed packages. Progress goes to the Kafka group named
-    after the app, so the next run goes on where this one ended.
+    after the app, so the next run goes on where this one ended. A query that fails is started again, unless the failure
+    is the app's own or another run has taken over. A second signal ends it now, without the drain.
+
+    \b
+    Exit codes:
+      0  stopped, or caught up
+      1  not everything is done: lanes have stopped, or the app's own failure ended it
+      2  nothing was begun: wrong usage, an app that does not import, no broker, no Spark
+      3  another run of the app has taken over
+      4  stopped, but not everything was drained; it runs again next time
+      130, 143  ended by a second signal
 
     \b
     keylane run shop.orders:app --bootstrap localhost:9092

@@ -10,6 +10,7 @@ from keylane.cli.layout import say
 from keylane.cli.progress import Progress
 from keylane.cli.stopper import OVERDUE
 from keylane.core.record import Stop
+from keylane.kafka.claims import check_still_ours
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.operator import Operator
 from keylane.spark import jvm
@@ -129,6 +130,10 @@ class Runner:
 
     def _start(self) -> LaneQuery:
         spark = self._fit()
+        if self._used:
+            check_still_ours(
+                self._settings, self._app.name, self._app.state
+            )  # or the two would take turns for ever
         self._stopper.runs(_START)
         app, again, self._used = self._app, " again" if self._used else "", True
         query = start(app, spark, parcel=self._parcel, **self._given)

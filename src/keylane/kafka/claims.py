@@ -24,14 +24,14 @@ from confluent_kafka import KafkaException
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT
 from keylane.kafka.scribe import transactional
-from keylane.kafka.state import OWNER, RUN
+from keylane.kafka.state import OWNER, RUN, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from keylane.kafka.scribe import Note, Scribe
     from keylane.kafka.settings import KafkaSettings
-    from keylane.kafka.state import Claim, State
+    from keylane.kafka.state import Claim
 
 log = logging.getLogger("keylane.task")
 
@@ -45,7 +45,7 @@ _LOOK = 0.2
 
 def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
     """From here on the app belongs to this run; any other one ends. Raises KafkaError."""
-    found = {"run": run, "who": f"{socket.gethostname()}:{os.getpid()}", "at": time.time()}
+    found = {"run": run, "who": _who(), "at": time.time()}
     producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
     try:
         producer.begin_transaction()
@@ -56,6 +56,32 @@ def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, ru
         if error.args[0].fatal():
             raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
         raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+
+
+def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
+    """For a process that wants to start the app again: raises TakenOverError when another one has, meanwhile.
+
+    Raises KafkaError when that cannot be found out.
+    """
+    state = State(settings, app, topic, [0], "")
+    try:
+        state.restore()
+    finally:
+        state.close()
+    found = state.runs.get(0)
+    if found is not None and found.get("who") != _who():
+        raise _taken_over(app, found)
+
+
+def _who() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _taken_over(app: str, found: dict[str, Any]) -> TakenOverError:
+    return TakenOverError(
+        f"app {app!r} was taken over by another run, started by {found.get('who')} at "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.get('at', 0)))}; this one has ended"
+    )
 
 
 class Claims:
@@ -118,10 +144,7 @@ class Claims:
         """Raises TakenOverError when the app belongs to another run."""
         found = self._state.successor
         if found is not None:
-            raise TakenOverError(
-                f"app {self._app!r} was taken over by another run, started by {found.get('who')} at "
-                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.get('at', 0)))}; this one has ended"
-            )
+            raise _taken_over(self._app, found)
 
     @property
     def lost(self) -> bool:

@@ -35,7 +35,7 @@ def await_idle(spark: SparkSession, seconds: float) -> bool:
     """Wait until no task runs any more. False when that takes longer.
 
     A query has ended when Spark says so; those of its tasks that did not fail have not. They are told, and after two
-    seconds killed; until then they run lanes. A query that is started sooner would run the same lanes beside them.
+    seconds killed; until then they run lanes. A query that is started sooner may find them in the middle of a stage.
     """
     deadline = time.monotonic() + seconds
     quiet = 0

@@ -47,6 +47,8 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.streaming.stopTimeout": "60s",
+        # Of a query that failed too: nobody could find it again, and a supervisor may start many.
+        "spark.sql.streaming.forceDeleteTempCheckpointLocation": "true",
         **{key.replace("_", "."): value for key, value in conf.items()},
     }
     builder = SparkSession.builder.master(master).appName(name)
