@@ -144,6 +144,7 @@ def test_what_a_producer_sends_twice_runs_once(
     assert runner.committed()[0] == 70
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_million_done_above_stuck_ones_never_run_again(
     log: Log, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
