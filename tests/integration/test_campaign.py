@@ -31,7 +31,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("kind", "delivery"),
-    [(Kind.WORKER, "exactly_once"), (Kind.ZOMBIE, "at_least_once")],
+    [
+        pytest.param(Kind.WORKER, "exactly_once", marks=pytest.mark.slow),
+        pytest.param(Kind.DRIVER, "at_least_once", marks=pytest.mark.slow),
+        (Kind.ZOMBIE, "at_least_once"),
+    ],
     ids=lambda value: getattr(value, "label", value),
 )
 def test_a_fault_under_load_breaks_no_promise(fleet: Fleet, kind: Kind, delivery: str) -> None:
@@ -42,6 +46,7 @@ def test_a_fault_under_load_breaks_no_promise(fleet: Fleet, kind: Kind, delivery
     assert outcome.ruling.facts["samples"] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_commit_rule_that_is_switched_off_is_found(fleet: Fleet) -> None:
     """Progress that runs ahead of what is done: seen at once in the group, and as a loss after a crash."""

@@ -94,6 +94,7 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
         assert sum(planned["starts"].values()) == 30_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_driver_that_is_killed_or_ended_without_a_drain_loses_nothing(
     log: Log, broker: Broker, name: str, tmp_path: Path

@@ -128,6 +128,7 @@ def test_a_stop_in_every_phase(log: Log, broker: Broker, name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_spark_that_stands_still_is_ended(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out")

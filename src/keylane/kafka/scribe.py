@@ -90,6 +90,7 @@ class Scribe:
         self.written: dict[int, int] = {}
         """By partition of the state topic: where the last record lies that was committed."""
         self.fail: Callable[[BaseException], None] = lambda _error: None
+        self._settings = settings
         self._topic = topic
         self._group = group
         self._exact = exact
@@ -100,6 +101,9 @@ class Scribe:
         self._waiting: list[tuple[Any, ...]] = []
         self._thens: list[Then] = []
         self._soon: list[Then] = []
+        self._sent: list[
+            tuple[Any, ...]
+        ] = []  # into the open transaction; not of results, which are too many
         self._places: dict[
             int, int
         ] = {}  # of the open transaction's records; written where reports are served
@@ -109,7 +113,7 @@ class Scribe:
     def attach(self) -> None:
         """Work for the running loop: a worker's scribe outlives the loops of its epochs."""
         self._lock = asyncio.Lock()
-        self._soon, self._thens = [], []
+        self._soon, self._thens, self._sent = [], [], []
 
     def put(
         self,
@@ -174,10 +178,14 @@ class Scribe:
                 return
             self._begin()
             thens, self._thens = self._thens, []
+            sent, self._sent = self._sent, []
             self._committing = True
             try:
                 await self._aside(lambda: self._end(positions))
             except BaseException as error:
+                if self.useless and not self._exact:  # held until it is mended, and then written
+                    self._waiting[:0], self._thens[:0] = sent, thens
+                    raise
                 self._go_on()
                 for then in thens:
                     then(str(error))
@@ -212,6 +220,21 @@ class Scribe:
             self._over = AbortedError(f"a transaction was not taken: no answer within {PATIENCE:g} s")
             raise self._over from None
 
+    def mend(self) -> None:
+        """Make a new client of the same id in place of one that is of no use. Blocks. Raises KafkaError.
+
+        It writes nothing before :meth:`trust`: should somebody have fenced the id, this has taken it back, so whoever
+        calls must look first whether it is still the owner.
+        """
+        self._producer = transactional(self._settings, self.id)
+        self._produce = self._producer.produce
+        self._open, self._places = False, {}
+
+    def trust(self) -> None:
+        """Go on with the new client."""
+        self._over = None
+        self._go_on()
+
     def _go_on(self) -> None:
         self._committing = False
         waiting, self._waiting = self._waiting, []
@@ -243,6 +266,8 @@ class Scribe:
             while True:
                 try:
                     self._produce(*record)
+                    if not self._exact:
+                        self._sent.append(record)
                 except (
                     BufferError
                 ):  # gigabytes wait for a broker that does not answer: nothing else can go on either

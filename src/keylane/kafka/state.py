@@ -222,10 +222,18 @@ class State:
 
     def poll(self) -> bool:
         """Read what is there; whether this run was told to stop."""
-        for message in self._consumer.consume(100, 0):
-            if message.error() is None:
+        messages: list[Any] = self._consumer.consume(100, 0)
+        for message in messages:
+            error = message.error()
+            if error is None:
                 self._take(message)
+            elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+                self._next[message.partition()] = message.offset()
         return self.stopped
+
+    def has_read(self, ends: Mapping[int, int]) -> bool:
+        """Whether everything below these offsets was read."""
+        return all(self._next[p] >= end for p, end in ends.items())
 
     def begin_again(self) -> None:
         """For the next epoch: what is still ordered is handed out anew."""

@@ -20,7 +20,7 @@ import uvloop
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
-from keylane.errors import AbortedError, FencedError, FloodError, KeylaneError
+from keylane.errors import AbortedError, FencedError, FloodError, KafkaError, KeylaneError
 from keylane.kafka.books import Books
 from keylane.kafka.claims import SAYS_SO_EVERY, Claims
 from keylane.kafka.desk import Desk
@@ -202,7 +202,7 @@ class Task:
         log.info("%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
         background = [
             loop.create_task(self._pump(engine, output)),
-            loop.create_task(self._write_now_and_then(seat.scribe)),
+            loop.create_task(self._write_now_and_then(seat, state, claims)),
             loop.create_task(self._collect_garbage(engine)),
             loop.create_task(desk.run()),
             loop.create_task(graveyard.ship()),
@@ -229,7 +229,7 @@ class Task:
             await asyncio.gather(*background, return_exceptions=True)
             fetcher.stop_fetching()
             try:
-                await self._write_last(engine, seat.scribe, claims)
+                await self._write_last(engine, seat, state, claims)
             finally:
                 seat.reading = await asyncio.to_thread(fetcher.close)
                 await asyncio.to_thread(rereader.close)
@@ -247,19 +247,42 @@ class Task:
             loop.time() - drained,
         )
 
-    async def _write_last(self, engine: Engine, scribe: Scribe, claims: Claims) -> None:
+    async def _write_last(self, engine: Engine, seat: Seat, state: State, claims: Claims) -> None:
         """The last progress, and what the planner or the next task has to know; unless nothing of it counts."""
         failed = engine.failure.exception() if engine.failure.done() else None
         if isinstance(failed, FencedError | AbortedError):
             return
 
         def words() -> None:
-            self._last_words(engine, scribe)
+            self._last_words(engine, seat.scribe)
             if failed is None:
                 claims.release()
 
         with contextlib.suppress(KeylaneError) if failed is not None else contextlib.nullcontext():
-            await self._write(final=words)
+            try:
+                await self._write(final=words)
+            except AbortedError as error:
+                if self._exact or not seat.scribe.useless:
+                    raise
+                await self._mend(seat, state, claims, error)
+                await self._write(final=words)
+
+    async def _mend(self, seat: Seat, state: State, claims: Claims, why: AbortedError) -> None:
+        """Go on with a new client, if the partitions are still this task's. Raises FencedError, or KafkaError."""
+        log.warning("%s: %s; with a new client once more", self.owner, why)
+        await asyncio.to_thread(seat.scribe.mend)
+        ends = await asyncio.to_thread(seat.cluster.ends, self._app.state, self._plan.starts)
+        deadline = time.monotonic() + 30
+        while not state.has_read(ends):
+            state.poll()
+            if time.monotonic() > deadline:
+                raise KafkaError(
+                    f"topic {self._app.state!r} gives no answer; who owns the partitions is not known"
+                )
+            await asyncio.sleep(0.02)
+        if claims.lost:
+            raise FencedError(f"{self.owner}: another task has claimed its partitions")
+        seat.scribe.trust()
 
     async def _write(self, final: Callable[[], None] | None = None) -> None:
         """Write down what is done. A caller that is cancelled leaves it running; the last one waits for it."""
@@ -467,8 +490,9 @@ class Task:
             for partition, until in plan.until.items():
                 scribe.note(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
 
-    async def _write_now_and_then(self, scribe: Scribe) -> None:
+    async def _write_now_and_then(self, seat: Seat, state: State, claims: Claims) -> None:
         """Progress at the app's interval; records, which lanes wait for, soon."""
+        scribe = seat.scribe
         interval = self._app.commit_interval
         due, said = time.monotonic() + interval, 0.0
         while True:
@@ -483,9 +507,12 @@ class Task:
                 elif scribe.busy and not self._exact:
                     await scribe.commit()
             except AbortedError as error:
-                if scribe.useless:
+                if self._exact:
                     raise
-                log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
+                if scribe.useless:
+                    await self._mend(seat, state, claims, error)
+                else:
+                    log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
                 due = time.monotonic() + interval
             await asyncio.sleep(max(0.0, min(due - time.monotonic(), _SOON)))
 
