@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from keylane.spark.query import LaneQuery
 
 
+pytestmark = pytest.mark.slow  # minutes on two cores: make soak
+
+
 def scores(name: str, folder: Path) -> App:
     app = App(name, source=f"{name}.in", commit="epoch", observer=HistoryWriter(folder / "history"))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from keylane.broker import Broker
     from support import Log
 
+pytestmark = pytest.mark.slow  # minutes on two cores: make soak
 APP = """
 import asyncio, os
 from pathlib import Path

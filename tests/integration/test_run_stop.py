@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from keylane.broker import Broker
     from support import Log
 
+pytestmark = pytest.mark.slow  # minutes on two cores: make soak
 DRAIN = 2
 APP = """
 import asyncio, threading, time
