@@ -58,7 +58,7 @@ def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("keys", [10, 5000])
+@pytest.mark.parametrize("keys", [pytest.param(10, marks=pytest.mark.slow), 5000])
 def test_every_result_once_and_in_the_order_of_its_key(
     keys: int,
     log: Log,
