@@ -54,8 +54,12 @@ def test_a_letter_that_its_topic_refuses_goes_to_the_spool_and_nothing_is_there_
     log.alter(f"{name}.dlq", max_message_bytes="1000000")
     log.send(f"{name}.in", events(1))
     runner.run()
-    wait_until(lambda: len(log.read(f"{name}.dlq")) == 2 or runner.run() is None, 20, "the spool was shipped")
-    assert sorted(row.header("event-id") or b"" for row in log.read(f"{name}.dlq")) == [b"e120", b"e50"]
+
+    def shipped() -> bool:
+        runner.run()  # one that ends while it ships gives up, and the next ships again: so a letter may come twice
+        return {row.header("event-id") for row in log.read(f"{name}.dlq")} == {b"e120", b"e50"}
+
+    wait_until(shipped, 20, "the spool was shipped")
 
 
 def test_a_result_that_the_sink_refuses_for_ever_ends_the_task_and_leaves_nothing(
