@@ -107,16 +107,15 @@ def test_a_zombie_in_the_middle_of_a_transaction_loses_it(log: Log, app: str) ->
     zombie.claim()
     zombie.commit(5)
     # It stops after its records were sent, before their commit.
-    zombie.scribe._begin()
-    zombie.scribe._send((f"{app}.state", b"late", b"thing", 0, None, None, 0, []))
-    zombie.scribe._producer.flush(5)
+    zombie.scribe._client.put((f"{app}.state", b"late", b"thing", 0, None, None, 0, []))
+    zombie.scribe._client._producer.flush(5)
     began = time.monotonic()
     heir = Owner(log.settings, app, "heir")
     heir.claim()
     assert time.monotonic() - began < 5
     assert heir.state.owners[0].keys() == {heir.scribe.id}
     with pytest.raises(FencedError):
-        zombie.scribe._end([TopicPartition(f"{app}.in", 0, 6)])
+        zombie.scribe._client.commit([TopicPartition(f"{app}.in", 0, 6)])
     assert progress(log, app) == 5
     values = [row.value for row in log.read(f"{app}.state")]
     assert b"5" in values
@@ -146,6 +145,7 @@ def test_of_two_that_claim_at_the_same_time_one_is_left(log: Log, app: str) -> N
         assert len(left) <= 1, "two owners at once"
         fresh = Owner(log.settings, app, "next")
         fresh.claim()
+        fresh.commit(200 + number)  # who comes last gets through
         owners = [fresh, *(Owner(log.settings, app, f"n{number}.{i}") for i in range(2))]
 
 

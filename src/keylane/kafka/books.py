@@ -12,8 +12,8 @@ from keylane.core.progress import LIMIT, encode
 from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
 from keylane.errors import FloodError
-from keylane.kafka.scribe import LASTS
 from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, NOTHING, PROGRESS, Proposal
+from keylane.kafka.transactions import LASTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -23,8 +23,8 @@ from confluent_kafka import KafkaException
 
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT
-from keylane.kafka.scribe import transactional
 from keylane.kafka.state import OWNER, RUN, State
+from keylane.kafka.transactions import transactional
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,8 +10,8 @@ from confluent_kafka import KafkaException, TopicPartition
 from keylane.core.progress import LIMIT
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT, Cluster
-from keylane.kafka.scribe import transactional
 from keylane.kafka.state import ELSEWHERE, NOTHING, PROGRESS, REDRIVEN, State
+from keylane.kafka.transactions import transactional
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings

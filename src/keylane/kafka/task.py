@@ -88,18 +88,15 @@ class Task:
         self._exact = app.delivery == "exactly_once"
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
         self._deadline = 0.0
-        self._refused: dict[
-            tuple[int, int], str
-        ] = {}  # letters, for the graveyard: known when it begins again
+        self._refused: dict[tuple[int, int], str] = {}  # letters, and why; known when it begins again
         self._abandoned = threading.Event()  # Spark no longer wants the outcomes
         self._begin()
 
     def _begin(self) -> None:
         self._rows: list[Delivery] = []
-        self._uncommitted: list[
-            Delivery
-        ] = []  # with exactly_once: done, and not yet in a committed transaction
+        self._uncommitted: list[Delivery] = []  # with exactly_once: done, in no committed transaction yet
         self._writing: asyncio.Future[None] | None = None
+        self._mending: asyncio.Future[None] | None = None
         self._books = Books(self._app)
         self._desk: Desk | None = None
         self._leaving: Claims | None = None  # set when another run has taken over
@@ -268,7 +265,16 @@ class Task:
                 await self._write(final=words)
 
     async def _mend(self, seat: Seat, state: State, claims: Claims, why: AbortedError) -> None:
-        """Go on with a new client, if the partitions are still this task's. Raises FencedError, or KafkaError."""
+        """Go on with a new client, if the partitions are still this task's. Raises FencedError, or KafkaError.
+
+        A caller that is cancelled leaves it running, and the next one waits for it.
+        """
+        if self._mending is None or self._mending.done():
+            self._mending = asyncio.ensure_future(self._mend_once(seat, state, claims, why))
+            self._mending.add_done_callback(_heard)
+        await asyncio.shield(self._mending)
+
+    async def _mend_once(self, seat: Seat, state: State, claims: Claims, why: AbortedError) -> None:
         log.warning("%s: %s; with a new client once more", self.owner, why)
         await asyncio.to_thread(seat.scribe.mend)
         ends = await asyncio.to_thread(seat.cluster.ends, self._app.state, self._plan.starts)
@@ -289,7 +295,7 @@ class Task:
         if self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
         self._writing = asyncio.ensure_future(self._write_once(final))
-        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._writing.add_done_callback(_heard)
         await asyncio.shield(self._writing)
 
     async def _write_once(self, final: Callable[[], None] | None) -> None:
@@ -515,6 +521,12 @@ class Task:
                     log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
                 due = time.monotonic() + interval
             await asyncio.sleep(max(0.0, min(due - time.monotonic(), _SOON)))
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    """Its caller was told, or was cancelled: nobody need complain that its exception was never looked at."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _told(job: asyncio.Task[None], engine: Engine) -> None:
