@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keylane.core.pending import Pending
+from keylane.core.ring import ALL, SLOTS, Slots, slot_of
+from keylane.core.standing import (
+    RangeMark,
+    Standing,
+    Strip,
+    group_watermark,
+    inherit,
+    level,
+    next_version,
+    outdated,
+)
+from keylane.core.watermark import Progress
+
+
+def progress(position: int, *pending: int) -> Progress:
+    return Progress(watermark=min(pending, default=position), position=position, pending=Pending.of(pending))
+
+
+def test_a_keys_slot_is_the_first_two_bytes_of_its_hash() -> None:
+    # blake3 of the empty input begins with af 13 49 b9, that of "abc" with 64 37 b3 ac: from its published vectors.
+    assert slot_of(b"", 0) == 0x13AF
+    assert slot_of(b"abc", 7) == 0x3764
+
+
+def test_messages_without_a_key_are_spread() -> None:
+    slots = [slot_of(None, offset) for offset in range(1000)]
+    for first in range(0, SLOTS, SLOTS // 8):
+        assert 100 < sum(slot in Slots(first, first + SLOTS // 8 - 1) for slot in slots) < 150
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 5), (5, 4), (0, SLOTS)])
+def test_slots_that_there_are_not(first: int, last: int) -> None:
+    with pytest.raises(ValueError, match="no slots"):
+        Slots(first, last)
+
+
+stretches = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1)).map(
+    lambda ends: Slots(min(ends), max(ends))
+)
+
+
+@given(stretches, st.lists(stretches, max_size=5), st.integers(0, SLOTS - 1))
+def test_what_is_left_without_others(slots: Slots, others: list[Slots], slot: int) -> None:
+    inside = slot in slots and not any(slot in other for other in others)
+    assert any(slot in stretch for stretch in slots.without(others)) == inside
+    for one, other in pairwise(slots.without(others)):
+        assert one.last + 1 < other.first
+    assert Slots.parse(str(slots)) == slots
+
+
+def test_a_range_that_was_cut_out_of_two_has_the_strips_of_both() -> None:
+    low, high = Slots(0, 999), Slots(1000, SLOTS - 1)
+    standings = [
+        Standing(low, 1, (Strip(low, progress(50, 7)),)),
+        Standing(high, 1, (Strip(high, progress(30)),)),
+    ]
+    assert inherit(Slots(500, 2000), standings, progress(0)) == (
+        Strip(Slots(500, 999), progress(50, 7), cut=True),
+        Strip(Slots(1000, 2000), progress(30)),
+    )
+    assert group_watermark(standings) == 7
+    assert group_watermark(standings[:1]) is None
+    assert not outdated(standings)
+
+
+def test_a_newer_standing_counts_and_one_that_is_covered_is_outdated() -> None:
+    old = Standing(ALL, 1, (Strip(ALL, progress(10)),))
+    halves = [
+        Standing(slots, 2, (Strip(slots, progress(20)),)) for slots in (Slots(0, 99), Slots(100, SLOTS - 1))
+    ]
+    assert inherit(ALL, [old, *halves], progress(0)) == (Strip(ALL, progress(20)),)
+    assert outdated([old, *halves]) == [old]
+    assert outdated([old, halves[0]]) == []
+    assert inherit(Slots(50, 150), [old, halves[0]], progress(0)) == (
+        Strip(Slots(50, 99), progress(20)),
+        Strip(Slots(100, 150), progress(10)),
+    )
+
+
+def test_strips_at_the_same_position_are_one() -> None:
+    low, high = Slots(0, 9), Slots(10, SLOTS - 1)
+    assert level([Strip(high, progress(50, 20, 30)), Strip(low, progress(50, 7))]) == (
+        Strip(ALL, progress(50, 7, 20, 30)),
+    )
+
+
+def test_what_is_pending_in_a_strip_that_was_cut_may_be_done_by_others() -> None:
+    """Offset 9 was the upper half's, which has done it since."""
+    low, high = Slots(0, 9), Slots(10, SLOTS - 1)
+    strips = [Strip(low, progress(50, 7, 9), cut=True), Strip(high, progress(50))]
+    assert level(strips) == tuple(strips)
+
+
+def test_a_standing_comes_back_as_it_was_written() -> None:
+    low, high = Slots(0, 9), Slots(10, SLOTS - 1)
+    standing = Standing(ALL, 3, (Strip(low, progress(50, 7)), Strip(high, progress(70, 20, 30))), moved=12)
+    assert Standing.decode(str(ALL), standing.encode(900_000)) == standing
+
+
+@dataclass
+class Sent:
+    """A record, as much of it as a mark looks at."""
+
+    at: int
+    name: bytes | None
+
+    def key(self) -> bytes | None:
+        return self.name
+
+    def offset(self) -> int:
+        return self.at
+
+
+def cut(rng: random.Random) -> list[Slots]:
+    edges = sorted({0, *(rng.randrange(1, SLOTS) for _ in range(rng.randrange(4)))})
+    return [Slots(one, other - 1) for one, other in pairwise([*edges, SLOTS])]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ranges_that_are_cut_again_and_again_lose_nothing_and_repeat_only_what_was_not_written(
+    seed: int,
+) -> None:
+    """Owners that read at their own pace, finish in any order, and write down now and then; some crash."""
+    rng = random.Random(seed)
+    log = [
+        Sent(at, None if rng.random() < 0.1 else b"k%d" % rng.randrange(30))
+        for at in range(400)
+        if rng.random() < 0.9
+    ]
+    ran: dict[int, int] = dict.fromkeys((sent.at for sent in log), 0)
+    unwritten: dict[int, int] = dict.fromkeys(ran, 0)
+    standings: dict[Slots, Standing] = {}
+    for epoch in range(30):
+        for slots in cut(rng):
+            strips = inherit(slots, standings.values(), progress(0))
+            version = next_version(slots, standings.values())
+            mark = RangeMark(slots, strips)
+            held: list[int] = []
+            since: list[int] = []
+            at = min(strip.progress.watermark for strip in strips)
+            whole = epoch > 25
+            for _ in range(100 if whole else rng.randrange(12)):
+                end = at + rng.randrange(1, 40)
+                batch = [sent for sent in log if at <= sent.at < end]
+                at = batch[-1].at + 1 if batch else at
+                own = mark.own(batch)
+                assert all(slot_of(sent.name, sent.at) in slots for sent in own)
+                if fresh := [sent.at for sent in own if mark.wanted(sent.at)]:
+                    mark.deliver(fresh)
+                    held += fresh
+                mark.reach(at)
+                rng.shuffle(held)
+                done, held = (held, []) if whole else (held[3:], held[:3])
+                for offset in done:
+                    ran[offset] += 1
+                    assert ran[offset] <= 1 + unwritten[offset], f"{offset} was done, and written down"
+                since += done
+                mark.done(done)
+                if whole or rng.random() < 0.5:
+                    standings[slots] = Standing(slots, version, mark.strips())
+                    since = []
+            for offset in since:
+                unwritten[offset] += 1
+        for standing in outdated(standings.values()):
+            if rng.random() < 0.5:
+                del standings[standing.slots]
+        known = group_watermark(standings.values())
+        if known is not None:
+            assert all(ran[offset] for offset in ran if offset < known)
+    assert all(ran.values())
+    assert group_watermark(standings.values()) == log[-1].at + 1
