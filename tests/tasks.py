@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Runner:
     """Runs an app's tasks in this process, over everything that is there."""
 
-    def __init__(self, log: Log, name: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, log: Log, name: str, folder: Path, source: str = "", **settings: Any) -> None:
         self.log, self.name = log, name
-        self.source = f"{name}.in"
+        self.source = source or f"{name}.in"
         self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
         self.epoch = 0
         self.outcomes: list[str] = []
@@ -34,9 +34,13 @@ class Runner:
             return bytes(msg.value)
 
     def run(
-        self, run: str = "r1", starts: dict[int, int] | None = None, sink_limit: int = 0
+        self,
+        run: str = "r1",
+        starts: dict[int, int] | None = None,
+        sink_limit: int = 0,
+        seconds: float | None = None,
     ) -> list[tuple[int, int]]:
-        """The positions that were done."""
+        """The positions that were done: of all that is there, or of what comes in so many seconds."""
         count = self.log.cluster.partitions(self.source)
         topics = Cluster(self.log.settings).prepare(self.app)
         self.epoch += 1
@@ -46,8 +50,8 @@ class Runner:
             task=0,
             settings=self.log.settings,
             starts=starts or self.positions(),
-            until=self.log.cluster.ends(self.source, range(count)),
-            seconds=30,
+            until=self.log.cluster.ends(self.source, range(count)) if seconds is None else None,
+            seconds=seconds or 30,
             sink_limit=sink_limit or topics.sink_limit,
         )
         done = [delivery for batch in Task(self.app, plan).outcomes() for delivery in batch]

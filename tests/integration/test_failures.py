@@ -203,6 +203,7 @@ def acted(operator: Operator, order: Order) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
@@ -223,6 +224,7 @@ def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
     assert log.lag(name, f"{name}.in") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_block_over_a_restart_stops_lanes_at_their_message_until_they_are_released(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

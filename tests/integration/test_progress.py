@@ -119,6 +119,21 @@ def test_messages_whose_retention_is_over_are_named(
     assert runner.committed()[0] == 120
 
 
+def test_an_app_of_the_same_name_that_reads_another_topic_reads_that_one(
+    log: Log, name: str, tmp_path: Path
+) -> None:
+    """In the same worker, at the same offsets: what the worker keeps must not lead to the old topic."""
+    other = f"{name}.other"
+    log.create(f"{name}.in", other, partitions=1)
+    log.send(f"{name}.in", messages(10))
+    assert len(Runner(log, name, tmp_path / "old").run(seconds=2)) == 10
+    log.send(f"{name}.in", messages(10))
+    log.send(other, [{"key": b"k", "value": b"!"}] * 20)
+    runner = Runner(log, name, tmp_path / "new", source=other)
+    runner.run(starts={0: 10}, seconds=2)
+    assert runner.outcomes == ["dead"] * 10
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_a_producer_sends_twice_runs_once(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], restarted: bool

@@ -356,6 +356,7 @@ def test_settings_the_client_refuses_are_an_error() -> None:
     assert isinstance(errors[0], SettingsError)
 
 
+@pytest.mark.slow
 def test_an_outage_is_waited_out(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rereader_module, "_BATCH", 50)
     with Broker() as own:

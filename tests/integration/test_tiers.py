@@ -147,6 +147,7 @@ def survive(
     return sent, bad(rows), in_topic(log, name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_letters_wait_in_the_spool_while_their_topic_is_gone(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keylane.kafka.cluster import Cluster, introduce
 from keylane.kafka.scribe import Scribe
+from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.state import State
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.core.watermark import Progress
     from keylane.engine.duplicates import Duplicates
-    from keylane.kafka.settings import KafkaSettings
 
 
 class Seat:
@@ -84,7 +84,7 @@ class Seat:
 
     def keep(self) -> None:
         """For the next task here."""
-        _seats[self.settings, self._app.name, self._app.delivery] = self
+        _seats[_place(self.settings, self._app)] = self
 
     def close(self) -> None:
         """Give everything up. A claim that still stands is fenced by whoever comes next."""
@@ -93,9 +93,15 @@ class Seat:
             self._state.close()
 
 
-_seats: dict[tuple[KafkaSettings, str, str], Seat] = {}
+_Place = tuple[KafkaSettings, str, str, str]
+_seats: dict[_Place, Seat] = {}
+
+
+def _place(settings: KafkaSettings, app: App) -> _Place:
+    """Apps of one name that read other topics, or write in another way, need other clients."""
+    return settings, app.name, app.source, app.delivery
 
 
 def take_seat(settings: KafkaSettings, app: App) -> Seat:
     """The worker's seat: nobody else has it until it is kept again. Blocks. Raises KafkaError."""
-    return _seats.pop((settings, app.name, app.delivery), None) or Seat(settings, app)
+    return _seats.pop(_place(settings, app), None) or Seat(settings, app)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -15,8 +14,6 @@ from keylane.kafka.transactions import transactional
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
-
-log = logging.getLogger("keylane.task")
 
 
 class Settler:

@@ -31,10 +31,11 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
-    from keylane.broker.java import find_java  # noqa: PLC0415
+    from keylane.broker.java import describe_java  # noqa: PLC0415
+    from keylane.spark.archive import java_options  # noqa: PLC0415
     from keylane.spark.failure import cause  # noqa: PLC0415
 
-    find_java()
+    java = describe_java()
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
     if local:
         master = f"local[{local[1] or 1},{RETRIES}]"
@@ -43,7 +44,9 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     quiet = Path(__file__).with_name("log4j2.properties")
     settings = {
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{quote(str(quiet))}",
+        "spark.driver.extraJavaOptions": (
+            f"-Dlog4j2.configurationFile=file:{quote(str(quiet))} {java_options(java)}"
+        ),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.streaming.stopTimeout": "60s",

@@ -1,0 +1,106 @@
+"""Spark's classes, loaded once and kept: a session on this machine starts in about half the time.
+
+Java can write the classes that a process has loaded into an archive, and map them from there the next time. The archive
+belongs to one Java and one installation of PySpark, and lies beside that; where there is none, or it does not fit any
+more, Java loads the classes as it always did. ``python -m keylane.spark.archive`` makes it: half a minute, 160 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyspark
+
+from keylane.broker.java import Java, describe_java
+
+_QUIET = "-Xlog:disable -Xlog:all=error:stderr"
+_LASTS = 300.0
+
+_TRAIN = """
+import sys, time
+from pyspark import SparkContext
+from pyspark.sql import functions as F
+from pyspark.sql.datasource import DataSource, InputPartition, SimpleDataSourceStreamReader
+from keylane.spark.session import session
+
+class Numbers(DataSource):
+    @classmethod
+    def name(cls): return "numbers"
+    def schema(self): return "n long"
+    def simpleStreamReader(self, schema): return Reader()
+
+class Reader(SimpleDataSourceStreamReader):
+    def initialOffset(self): return {"at": 0}
+    def read(self, start): return iter([(start["at"],)]), {"at": start["at"] + 1}
+    def readBetweenOffsets(self, start, end): return iter([])
+
+spark = session("local[2]", "training", spark_driver_extraJavaOptions=sys.argv[1])
+spark.dataSource.register(Numbers)
+query = spark.readStream.format("numbers").load().writeStream.format("noop").start()
+until = time.monotonic() + 60
+while len(query.recentProgress) < 3 and query.isActive and time.monotonic() < until: time.sleep(0.1)
+query.stop()
+spark.range(1000).groupBy((F.col("id") % 7).alias("k")).count().collect()
+java = SparkContext._gateway.proc
+spark.stop()
+SparkContext._gateway.shutdown()
+java.stdin.close()
+sys.exit(java.wait())  # it writes the archive when it ends
+"""
+
+
+def archive(java: Java) -> Path:
+    """Where the archive for this Java lies, if there is one."""
+    mark = hashlib.sha256(f"{pyspark.__version__} {java.path} {java.banner}".encode()).hexdigest()[:12]
+    return Path(pyspark.__file__).parent / f"keylane-classes-{mark}.jsa"
+
+
+def java_options(java: Java) -> str:
+    """What makes this Java use it."""
+    found = archive(java)
+    return _using(found) if found.exists() else ""
+
+
+def make(java: Java) -> Path | None:
+    """Make the archive if there is none; None when this Java, or this folder, does not take one."""
+    found = archive(java)
+    if found.exists():
+        return found
+    new = found.with_name(f"{found.name}.{os.getpid()}")
+    try:
+        _train(f"-XX:ArchiveClassesAtExit={new} {_QUIET}")
+        _train(_using(new))  # a Java that maps half an archive does not complain: it crashes
+        new.replace(found)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    finally:
+        new.unlink(missing_ok=True)
+    return found
+
+
+def _using(found: Path) -> str:
+    return f"-XX:SharedArchiveFile={found} -Xshare:auto {_QUIET}"
+
+
+def _train(options: str) -> None:
+    """A session that loads what Keylane uses, in a Java with these options."""
+    subprocess.run(  # noqa: S603 - this Python
+        [sys.executable, "-c", _TRAIN, options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=_LASTS,
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    made = make(describe_java())
+    print(  # noqa: T201
+        f"Spark's classes are kept in {made}"
+        if made
+        else "this Java keeps no classes; Spark starts more slowly"
+    )
