@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from keylane import App, Message, Poison
+from keylane import App, Message, Poison, Transient
+from keylane.core.plan import Plan, Range
+from keylane.core.ring import ALL
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.task import Task, TaskPlan
 from keylane.testing import HistoryWriter
@@ -18,9 +22,14 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Runs an app's tasks in this process, over everything that is there."""
+    """Runs an app's tasks in this process, over everything that is there.
 
-    def __init__(self, log: Log, name: str, folder: Path, source: str = "", **settings: Any) -> None:
+    ``fails``: one in so many messages fails at first.
+    """
+
+    def __init__(
+        self, log: Log, name: str, folder: Path, source: str = "", fails: int = 0, **settings: Any
+    ) -> None:
         self.log, self.name = log, name
         self.source = source or f"{name}.in"
         self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
@@ -29,6 +38,8 @@ class Runner:
 
         @self.app.stage
         async def work(msg: Message) -> bytes:
+            if fails and msg.attempt == 1 and zlib.crc32(msg.value) % fails == 0:
+                raise Transient("not yet")
             if msg.value.endswith(b"!"):
                 raise Poison("stuck")
             return bytes(msg.value)
@@ -41,20 +52,43 @@ class Runner:
         seconds: float | None = None,
     ) -> list[tuple[int, int]]:
         """The positions that were done: of all that is there, or of what comes in so many seconds."""
+        whole = Plan((tuple(map(Range, starts or self.positions())),))
+        return self.run_plan(whole, run, starts, sink_limit, seconds)
+
+    def run_plan(
+        self,
+        plan: Plan,
+        run: str = "r1",
+        starts: dict[int, int] | None = None,
+        sink_limit: int = 0,
+        seconds: float | None = None,
+    ) -> list[tuple[int, int]]:
+        """The same, by as many tasks as the plan has, at the same time."""
         count = self.log.cluster.partitions(self.source)
         topics = Cluster(self.log.settings).prepare(self.app)
+        starts = starts or self.positions()
+        ends = self.log.cluster.ends(self.source, range(count)) if seconds is None else None
         self.epoch += 1
-        plan = TaskPlan(
-            run=run,
-            epoch=self.epoch,
-            task=0,
-            settings=self.log.settings,
-            starts=starts or self.positions(),
-            until=self.log.cluster.ends(self.source, range(count)) if seconds is None else None,
-            seconds=seconds or 30,
-            sink_limit=sink_limit or topics.sink_limit,
-        )
-        done = [delivery for batch in Task(self.app, plan).outcomes() for delivery in batch]
+        tasks = [
+            Task(
+                self.app,
+                TaskPlan(
+                    run=run,
+                    epoch=self.epoch,
+                    task=number,
+                    settings=self.log.settings,
+                    starts={one.partition: starts[one.partition] for one in ranges},
+                    cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
+                    until=ends and {one.partition: ends[one.partition] for one in ranges},
+                    seconds=seconds or 30,
+                    sink_limit=sink_limit or topics.sink_limit,
+                ),
+            )
+            for number, ranges in enumerate(plan.tasks)
+        ]
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            batches = list(pool.map(lambda task: list(task.outcomes()), tasks))
+        done = [delivery for task in batches for batch in task for delivery in batch]
         self.outcomes += [delivery.outcome for delivery in done]
         return [(delivery.partition, delivery.offset) for delivery in done]
 

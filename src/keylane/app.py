@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 from keylane.core.breaker import Breaker
 from keylane.core.flood import FloodGuard
 from keylane.core.retry import Retry
+from keylane.core.ring import slot_of
 from keylane.core.seen import Idempotency
 from keylane.errors import SettingsError
 
@@ -206,6 +207,10 @@ class App:
         self.stages: list[Stage] = []
         self.resources: dict[str, Resource] = {}
         self.hooks: dict[str, list[Callable[..., Any]]] = {}
+
+    def slot_of(self, key: bytes | None, offset: int) -> int:
+        """The slot of a message in its partition's ring: who owns that runs it."""
+        return slot_of(key if self.order == "key" else None, offset)
 
     @property
     def dlq(self) -> str:
@@ -429,8 +434,11 @@ def _order(name: str, order: object, on_failure: object) -> Order:
             f"App {name!r}: order='global' with on_failure='skip' would let everything after a failed message run "
             "without it; choose on_failure='block' or 'block_and_dlq'"
         )
-    if order != "key":
-        raise SettingsError(f"App {name!r}: order={order!r} is not there yet; the order is per key")
+    if order != "key" and on_failure == "park":
+        raise SettingsError(
+            f"App {name!r}: on_failure='park' puts the lane of a key aside, and with order={order!r} keys have none; "
+            "choose 'skip', 'block' or 'block_and_dlq'"
+        )
     return order
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from confluent_kafka import TopicPartition
 
+from keylane.core.ring import ALL, Slots
 from keylane.errors import FencedError, TakenOverError
 from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, check_still_ours, take_over
 from keylane.kafka.cluster import Cluster
@@ -29,8 +30,16 @@ class Owner:
     """What a task has of it: a scribe, a view of the state topic, and its claims."""
 
     def __init__(
-        self, settings: KafkaSettings, app: str, who: str, *, run: str = "r1", patience: float = 20
+        self,
+        settings: KafkaSettings,
+        app: str,
+        who: str,
+        *,
+        run: str = "r1",
+        patience: float = 20,
+        slots: Slots = ALL,
     ) -> None:
+        self.slots = slots
         consumer = settings.consumer(app)
         self.app = app
         self.scribe = Scribe(settings, app, f"{app}.state", consumer.consumer_group_metadata())
@@ -40,7 +49,7 @@ class Owner:
         self.claims = Claims(settings, app, self.state, self.scribe, run, who, patience)
 
     def claim(self) -> bool:
-        return self.claims.claim(range(2))
+        return self.claims.claim(dict.fromkeys(range(2), self.slots))
 
     def commit(self, offset: int) -> None:
         """Progress and a record, in one transaction."""

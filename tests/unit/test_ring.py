@@ -154,9 +154,9 @@ def test_ranges_that_are_cut_again_and_again_lose_nothing_and_repeat_only_what_w
                 end = at + rng.randrange(1, 40)
                 batch = [sent for sent in log if at <= sent.at < end]
                 at = batch[-1].at + 1 if batch else at
-                own = mark.own(batch)
-                assert all(slot_of(sent.name, sent.at) in slots for sent in own)
-                if fresh := [sent.at for sent in own if mark.wanted(sent.at)]:
+                own = mark.own(batch)  # type: ignore[arg-type]
+                assert all(slot_of(sent.key(), sent.offset()) in slots for sent in own)
+                if fresh := [sent.offset() for sent in own if mark.wanted(sent.offset())]:
                     mark.deliver(fresh)
                     held += fresh
                 mark.reach(at)

@@ -22,6 +22,9 @@ _WIDTH = SLOTS // BUCKETS
 _UNEVEN = 1.25
 """By how much a share may be larger than its fair size before something is moved for it."""
 
+_WORTH_IT = 1.1
+"""By how much the largest share must shrink for it, at least."""
+
 Load = tuple[float, ...]
 """Of one partition, by bucket of its ring."""
 
@@ -57,6 +60,11 @@ class Plan:
     def decode(cls, value: Any) -> Plan:
         """The reverse. Raises ValueError, TypeError."""
         return cls(tuple(tuple(sorted(Range.parse(text) for text in task)) for task in value))
+
+    def covers(self, partitions: Sequence[int]) -> bool:
+        """Whether every slot of these, and of no others, has an owner."""
+        named = {one.partition for task in self.tasks for one in task}
+        return named == set(partitions) and not any(ALL.without(self.cuts(p)) for p in partitions)
 
     def cuts(self, partition: int) -> list[Slots]:
         """How this partition's ring is cut."""
@@ -101,8 +109,13 @@ def make_plan(
         # Two partitions for three tasks: halves do not come out even, thirds do.
         finer = [p for p in partitions if 1 < pieces[p] < tasks]
         if heaviest <= _UNEVEN * fair or not finer:
-            return best[1]
+            break
         pieces[max(finer, key=lambda p: (weights[p] / pieces[p], -p))] += 1
+    if before is not None and len(before.tasks) == len(best[1].tasks) and before.covers(partitions):
+        heaviest = max(sum(_weight(loads[one.partition], one.slots) for one in task) for task in before.tasks)
+        if heaviest <= max(_UNEVEN * fair, _WORTH_IT * best[0]):
+            return before
+    return best[1]
 
 
 def _whole(partitions: Sequence[int], loads: Mapping[int, Load]) -> dict[int, Load]:
@@ -130,7 +143,8 @@ def _cut(load: Load, pieces: int, known: Sequence[Slots]) -> Sequence[Slots]:
         if max(weights) <= _UNEVEN * sum(weights) / pieces:
             return known
     share = sum(load) / pieces
-    found, begin, filled = [], 0, 0.0
+    found: list[Slots] = []
+    begin, filled = 0, 0.0
     for bucket, part in enumerate(load):
         used = 0.0
         while len(found) < pieces - 1 and filled + (part - used) >= share:

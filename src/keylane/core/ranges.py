@@ -42,6 +42,19 @@ class Ranges:
             begins.insert(place, offset)
             ends.insert(place, offset + 1)
 
+    def union(self, other: Ranges) -> Ranges:
+        """The offsets of both, as another set."""
+        found = Ranges()
+        for begin, end in sorted(
+            [*zip(self._begins, self._ends, strict=True), *zip(other._begins, other._ends, strict=True)]
+        ):
+            if found._ends and begin <= found._ends[-1]:
+                found._ends[-1] = max(found._ends[-1], end)
+            else:
+                found._begins.append(begin)
+                found._ends.append(end)
+        return found
+
     def __contains__(self, offset: object) -> bool:
         if not isinstance(offset, int):
             return False

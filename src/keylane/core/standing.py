@@ -246,5 +246,9 @@ class RangeMark:
         """What is done whatever its slot: of an offset that this says is done, it is true."""
         return in_common(self.strips())
 
+    def is_done(self, slot: int, offset: int) -> bool:
+        """Whether this offset, in this slot, was done before the restart."""
+        return not self._at(slot).wanted(offset)
+
     def _at(self, slot: int) -> Watermark:
         return next(mark for slots, mark in self._marks if slot in slots)

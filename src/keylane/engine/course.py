@@ -166,7 +166,7 @@ class Course:
         if redriven and lane.key in engine.stops.held_parked:
             self.ended(delivery, "retry")
             engine.stops.park_again(lane, delivery, letter)
-        elif policy == "skip" or redriven or (policy == "park" and delivery.key is None):
+        elif policy == "skip" or redriven or (policy == "park" and lane.key is None):
             self.hook("dead", delivery, letter)
             engine.stops.bury(lane, delivery, letter, Outcome.DEAD, ended=self.ended)
         elif policy == "park":
@@ -192,7 +192,7 @@ def record_of(delivery: Delivery, letter: DeadLetter, stop: Stop, since: float, 
     """What is written down about the lane of this message."""
     return LaneRecord(
         stop=stop,
-        key=delivery.key,
+        key=delivery.lane.key if delivery.lane is not None else None,  # type: ignore[arg-type]  # as above
         partition=delivery.partition,
         offset=delivery.offset,
         since=since,

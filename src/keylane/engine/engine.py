@@ -22,6 +22,7 @@ from keylane.core.outcome import Outcome
 from keylane.engine.course import Course
 from keylane.engine.delivery import Delivery, Trouble
 from keylane.engine.duplicates import Duplicates
+from keylane.engine.lanes import lane_keys
 from keylane.engine.pipeline import decoder, encode
 from keylane.engine.stops import Stops
 from keylane.errors import KafkaError, KeylaneError
@@ -130,6 +131,7 @@ class Engine:
         self._output = output
         self._on_done = on_done
         self._decode = decoder(app)
+        self._lane_key = lane_keys(app.order)
         self._has_sink = app.sink is not None or app.commit == "epoch"
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
@@ -139,11 +141,14 @@ class Engine:
         self.progress = progress
         self._tickets = count(1)
         self._asked: dict[int, _Asked] = {}  # by ticket
+        if app.order == "global":
+            fetch = None  # its one lane has messages of all partitions, which are held
         self.table: LaneTable[Delivery] = LaneTable(
             let_go=let_go, fetch=None if fetch is None else self._ask_back
         )
         self._kept: dict[tuple[int, int], Kept] = {}
-        self.seen = Duplicates(app.idempotency)
+        # Without lanes nobody waits for the first of two: whether that will be done is not known.
+        self.seen = Duplicates(app.idempotency if app.order != "none" else None)
         self._accepted = 0
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -182,7 +187,7 @@ class Engine:
 
     def accept(self, records: Iterable[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        arrive, now, kept = self.table.arrive, self.now(), self._kept
+        arrive, now, kept, lane_key = self.table.arrive, self.now(), self._kept, self._lane_key
         look = self.seen.arrived if self.seen.active else None
         number = 0
         for record in records:
@@ -196,10 +201,14 @@ class Engine:
                     headers = None
                 if headers:
                     look(delivery, headers)
-            arrive(delivery.key, delivery, now)
+            arrive(delivery.key if lane_key is None else lane_key(delivery.partition), delivery, now)
             number += 1
         self._accepted += number
         self._ensure_runner()
+
+    def lane_key(self, key: bytes | None, partition: int) -> bytes | None:
+        """The lane of a message with this key; None for one that has a lane to itself."""
+        return key if self._lane_key is None else self._lane_key(partition)
 
     def _remember(self, delivery: Delivery) -> None:
         """Give a message the attempts it had before."""
@@ -426,7 +435,7 @@ class Engine:
             if (
                 delivery.trouble is not None
                 or (twice and (delivery.partition, delivery.offset) in twice)
-                or ((records or held) and ((key := delivery.key) is None or key in records or key in held))
+                or ((records or held) and ((key := lane.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
                 turns += 1
                 if turns % TURNS == 0:  # a long lane that is parked must not hold up the loop

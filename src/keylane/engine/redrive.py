@@ -49,7 +49,7 @@ class Redriver:
             delivery = Delivery(one.record, self._engine)
             trouble = delivery.trouble = Trouble()
             trouble.letter, trouble.redrives = one.letter, one.redrives + 1
-            lanes.setdefault(delivery.key, []).append(delivery)
+            lanes.setdefault(self._engine.lane_key(delivery.key, delivery.partition), []).append(delivery)
         all_ = [delivery for lane in lanes.values() for delivery in lane]
         if not all_:
             return all_

@@ -13,6 +13,7 @@ from keylane.core.lane import LaneState
 from keylane.core.outcome import Outcome
 from keylane.core.record import LaneRecord, Stop
 from keylane.engine.course import record_of
+from keylane.engine.lanes import GLOBAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ class Stops:
         self.held: set[bytes] = set()  # keys whose newer messages wait for a redrive
         self.held_parked: set[bytes] = set()  # those of them that are parked
         self._engine = engine
+        self._is_global = engine.lane_key(None, 0) == GLOBAL
         self._output = output
         self._at: dict[Name, Lane[Delivery]] = {}  # blocked lanes that stand before their message
 
@@ -55,7 +57,8 @@ class Stops:
         if lane.key in self.held and not redriven and not delivery.begun:
             engine.table.stop(lane, engine.now())
             return False
-        name = delivery.key if delivery.key is not None else (delivery.partition, delivery.offset)
+        key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
+        name = key if key is not None else (delivery.partition, delivery.offset)
         record = self.records.get(name)
         if record is None:
             return True
@@ -75,6 +78,15 @@ class Stops:
                 engine.pass_over(lane, delivery)
             else:
                 self._park(lane, delivery, record)
+            return False
+        if (
+            record.partition != delivery.partition
+            and self._is_global
+            and record.stop is Stop.BLOCKED
+            and not redriven
+        ):
+            self._at[name] = lane  # what comes from another partition waits as well
+            engine.table.stop(lane, engine.now())
             return False
         if redriven or record.partition != delivery.partition or delivery.offset < record.offset:
             return True
@@ -238,7 +250,10 @@ class Stops:
         self._forget(name, record)
         if lane is not None:  # else it has not come to its message yet
             delivery: Delivery | None = lane.head
-            while delivery is not None and delivery.offset != record.offset:
+            while delivery is not None and (delivery.partition, delivery.offset) != (
+                record.partition,
+                record.offset,
+            ):
                 delivery = delivery.next  # redriven messages were put before it
             if delivery is not None:
                 delivery.trouble, delivery.attempt, delivery.error = None, 1, None

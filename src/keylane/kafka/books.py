@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from confluent_kafka import TopicPartition
 
 from keylane.core.progress import LIMIT, encode
-from keylane.core.record import Stop, encode_kept
+from keylane.core.record import Kept, Stop, encode_kept
+from keylane.core.ring import ALL
+from keylane.core.standing import (
+    RangeMark,
+    Standing,
+    group_watermark,
+    in_common,
+    inherit,
+    next_version,
+    outdated,
+)
 from keylane.core.watermark import Progress, Watermark
 from keylane.errors import FloodError
-from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, NOTHING, PROGRESS, Proposal
+from keylane.kafka.state import (
+    ATTEMPTS,
+    ELSEWHERE,
+    EPOCH,
+    GROUPED,
+    MAX_PROGRESS,
+    NOTHING,
+    PROGRESS,
+    RANGE,
+    RANGES,
+    Proposal,
+    part_of,
+)
 from keylane.kafka.transactions import LASTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from keylane.app import App
-    from keylane.core.record import Kept
+    from keylane.core.record import LaneRecord
+    from keylane.core.ring import Slots
+    from keylane.core.standing import Strip
     from keylane.engine.engine import Engine
     from keylane.kafka.claims import Claims
     from keylane.kafka.desk import Desk
@@ -38,7 +64,7 @@ class Books:
     """Restored once, opened with what it needs to write, then written now and then. Used on the loop's thread."""
 
     def __init__(self, app: App) -> None:
-        self.watermarks: dict[int, Watermark] = {}
+        self.watermarks: dict[int, Watermark | RangeMark] = {}
         self.restored: dict[int, int] = {}
         """The watermarks as they were found: what comes from below was read for its event ids only."""
         self.rest = 0.0
@@ -46,11 +72,19 @@ class Books:
         self._app = app
         self._exact = app.delivery == "exactly_once"
         self._by_epoch = app.commit == "epoch"
-        self._epoch = 0
+        self._epoch = ("", 0)
         self._committed: dict[int, Progress] = {}
+        self._slots: dict[int, Slots] = {}
+        self._written: dict[int, Standing] = {}  # of ranges
+        self._versions: dict[int, int] = {}
+        self._moved: dict[
+            int, int
+        ] = {}  # where somebody had moved the group, of partitions that are shared out
+        self._group: dict[int, int] = {}  # of those whose first slot is here: the offset that was committed
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
         self._seat: Seat
+        self._state: State
         self._engine: Engine
         self._desk: Desk
 
@@ -59,28 +93,25 @@ class Books:
 
         Raises FloodError when this run was stopped by its flood guard, TakenOverError when another one goes on.
         """
-        self._seat = seat
-        self._epoch = plan.epoch
+        self._seat, self._state = seat, state
+        self._epoch, self._slots = (plan.run, plan.epoch), plan.slots
         if state.flooded:
             raise FloodError(state.flooded)
-        clean = claims.claim(plan.starts)
-        if clean and seat.stands(plan.epoch, plan.starts):
-            self._committed = progress = dict(seat.committed)
-            begins = {p: found.watermark for p, found in progress.items()}
+        clean = claims.claim(plan.slots)
+        if clean and not plan.cuts and seat.stands(plan.epoch, plan.starts):
+            self._committed = dict(seat.committed)
+            self.watermarks = {p: Watermark(found) for p, found in seat.committed.items()}
+            begins = {p: found.watermark for p, found in seat.committed.items()}
         else:
             seat.seen = None
-            progress, begins = self._read(seat, state, plan.starts)
+            begins = self._read(seat, state, plan.starts)
         seat.epoch = -1
-        self.watermarks = {p: Watermark(found) for p, found in progress.items()}
-        self.restored = {p: found.watermark for p, found in progress.items()}
+        self.restored = {p: mark.value for p, mark in self.watermarks.items()}
         return begins
 
-    def _read(
-        self, seat: Seat, state: State, starts: Mapping[int, int]
-    ) -> tuple[dict[int, Progress], dict[int, int]]:
-        """Progress, and from where on each partition is read: below it for the event ids that were seen."""
+    def _read(self, seat: Seat, state: State, starts: Mapping[int, int]) -> dict[int, int]:
+        """From where on each partition is read: below its progress for the event ids that were seen."""
         app = self._app
-        progress = {}
         found = seat.cluster.committed(app.name, app.source, starts)
         begins = seat.cluster.ends(app.source, starts, earliest=True)
         ends = seat.cluster.ends(app.source, starts)
@@ -99,15 +130,39 @@ class Books:
                 )
             if restored.problem:
                 log.warning("%s: %s; messages after %d run again", where, restored.problem, offset)
-            progress[partition] = self._fitting(where, restored.progress, begins[partition], ends[partition])
-            if partition in found:  # else it is written down as soon as there is anything to write
-                self._committed[partition] = restored.progress
-                if app.idempotency is not None:
-                    since = app.idempotency.since(progress[partition].watermark)
-                    begins[partition] = max(begins[partition], since)
-                    continue
-            begins[partition] = progress[partition].watermark
-        return progress, begins
+            strips = self._inherit(partition, restored.progress, moved=None if metadata else offset)
+            strips = tuple(
+                replace(
+                    strip, progress=self._fitting(where, strip.progress, begins[partition], ends[partition])
+                )
+                for strip in strips
+            )
+            if self._slots[partition] == ALL and len(strips) == 1:
+                mark: Watermark | RangeMark = Watermark(strips[0].progress)
+                if partition in found and not state.standings.get(partition):
+                    # Else it is written down as soon as there is anything to write.
+                    self._committed[partition] = restored.progress
+            else:
+                mark = RangeMark(self._slots[partition], strips, app.slot_of)
+            self.watermarks[partition] = mark
+            if app.idempotency is not None and partition in found:
+                begins[partition] = max(begins[partition], app.idempotency.since(mark.value))
+            else:
+                begins[partition] = mark.value
+        return begins
+
+    def _inherit(self, partition: int, whole: Progress, moved: int | None) -> tuple[Strip, ...]:
+        """What this task's slots begin with: what their owners wrote before, or what the group says.
+
+        A group that somebody has moved overrules what was written before that; not what was written since.
+        """
+        standings = list(self._state.standings.get(partition, {}).values())
+        slots = self._slots[partition]
+        self._versions[partition] = next_version(slots, standings)
+        if moved is not None:
+            self._moved[partition] = moved
+            standings = [standing for standing in standings if standing.moved == moved]
+        return inherit(slots, standings, whole)
 
     @staticmethod
     def _fitting(where: str, progress: Progress, begin: int, end: int) -> Progress:
@@ -133,22 +188,37 @@ class Books:
                 return Progress(watermark=begin, position=begin)
         return progress
 
-    def restore_lanes(self, state: State, engine: Engine, output: KafkaOutput) -> None:
+    def restore_lanes(self, engine: Engine, output: KafkaOutput) -> None:
         """Attempts, stopped lanes and standing orders, as they were written down."""
-        kept = {
-            (partition, offset): one
-            for partition, found in state.attempts.items()
-            for offset, one in found.items()
-        }
-        self._attempts = dict(state.attempts)
+        state, kept = self._state, dict[tuple[int, int], Kept]()
+        for partition, records in state.attempts.items():
+            for found in records.values():
+                for offset, one in found.items():  # an older record may know of fewer attempts
+                    known = kept.get((partition, offset))
+                    if known is None or one.attempts > known.attempts:
+                        kept[partition, offset] = one
+            self._attempts[partition] = records.get(part_of(ATTEMPTS, self._slots[partition]), {})
         lanes = []
         for (partition, name), record in state.lanes.items():
-            if record.stop is Stop.PARKED or self.watermarks[partition].wanted(record.offset):
+            if self._app.slot_of(record.key, record.offset) not in self._slots[partition]:
+                continue
+            if record.stop is Stop.PARKED or not self._is_done(partition, record):
                 lanes.append(record)
             else:  # its message was done, or the group was moved past it
                 output.note(partition, name, None, lambda _problem: None)
-        redrives = [order.key for order in state.orders.values() if order.do == "redrive"]
-        engine.restore(kept, lanes, [key for key in redrives if key is not None])
+        redrives = [
+            engine.lane_key(order.key, order.partition)
+            for order in state.orders.values()
+            if order.do == "redrive"
+            and self._app.slot_of(order.key, order.offset) in self._slots[order.partition]
+        ]
+        engine.restore(kept, lanes, [lane for lane in redrives if lane is not None])
+
+    def _is_done(self, partition: int, record: LaneRecord) -> bool:
+        mark = self.watermarks[partition]
+        if isinstance(mark, RangeMark):
+            return mark.is_done(self._app.slot_of(record.key, record.offset), record.offset)
+        return not mark.wanted(record.offset)
 
     def open(self, engine: Engine, desk: Desk) -> None:
         """Whom to ask for what has changed."""
@@ -162,6 +232,8 @@ class Books:
         at the end (``last``): behind a stuck lane there are megabytes of them.
         """
         changed: dict[int, Progress] = {}
+        standings: dict[int, Standing] = {}
+        groups: dict[int, int] = {}
         attempts: dict[int, dict[int, Kept]] = {}
 
         def close() -> list[TopicPartition]:
@@ -171,13 +243,15 @@ class Books:
                 offsets = self._propose(changed) if last else []
             else:
                 self._desk.write_down()
-                offsets = self._offsets(changed, last=last)
+                offsets = self._offsets(changed, standings, groups, last=last)
             closing()
             return offsets
 
         await self._seat.scribe.commit(close)
         self._attempts |= attempts
         self._committed |= changed
+        self._written |= standings
+        self._group |= groups
         if not self._by_epoch:
             self._engine.stops.committed(self._is_committed)
 
@@ -191,33 +265,93 @@ class Books:
             progress = changed[partition] = mark.progress()
             redriven = self._desk.redriven(partition)
             text = encode(progress, MAX_PROGRESS - len(redriven))
-            proposal = Proposal(self._epoch, progress.watermark, text, redriven)
+            proposal = Proposal(self._epoch[1], progress.watermark, text, redriven)
             self._seat.scribe.note(partition, EPOCH, proposal.encode())
         return []
 
-    def _offsets(self, changed: dict[int, Progress], *, last: bool) -> list[TopicPartition]:
+    def _offsets(
+        self,
+        changed: dict[int, Progress],
+        standings: dict[int, Standing],
+        groups: dict[int, int],
+        *,
+        last: bool,
+    ) -> list[TopicPartition]:
         offsets = []
         self.rest = 0.0
-        now = time.monotonic()
         for partition, mark in self.watermarks.items():
-            progress = mark.progress()
+            if isinstance(mark, RangeMark):
+                strips = mark.strips()
+                if mark.slots != ALL or len(strips) > 1:
+                    self._stand(partition, strips, standings, last=last)
+                    offsets += self._of_group(partition, groups, standings.get(partition))
+                    continue
+                progress = strips[0].progress
+            else:
+                progress = mark.progress()
             if progress == self._committed.get(partition):
                 continue
             metadata = encode(progress, MAX_PROGRESS) or NOTHING
             if len(metadata) > LIMIT:
-                wait = len(metadata) / _STATE_RATE
-                if (
-                    self._exact
-                ):  # what is in the transaction must be in its progress: the next one comes later
-                    self.rest = max(self.rest, min(wait, LASTS / 4))
-                elif not last and now < self._not_before.get(partition, 0.0):
+                if not self._has_room(partition, len(metadata), last=last):
                     continue
-                self._not_before[partition] = now + wait
                 self._seat.scribe.note(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
                 metadata = ELSEWHERE
+            self._forget_ranges(partition, self._state.standings.get(partition, {}).values())
             changed[partition] = progress
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         return offsets
+
+    def _has_room(self, partition: int, size: int, *, last: bool) -> bool:
+        """Whether a record of this size may be written now; then the next one has to wait."""
+        now, wait = time.monotonic(), size / _STATE_RATE
+        if self._exact:  # what is in the transaction must be in its progress: the next one comes later
+            self.rest = max(self.rest, min(wait, LASTS / 4))
+        elif not last and now < self._not_before.get(partition, 0.0):
+            return False
+        self._not_before[partition] = now + wait
+        return True
+
+    # Of partitions that are shared out between tasks.
+
+    def _stand(
+        self, partition: int, strips: tuple[Strip, ...], standings: dict[int, Standing], *, last: bool
+    ) -> None:
+        slots = self._slots[partition]
+        if self._state.grouped.get(partition) == list(self._epoch):
+            self._moved.pop(partition, None)
+        standing = Standing(slots, self._versions[partition], strips, self._moved.get(partition))
+        if standing == self._written.get(partition):
+            return
+        text = standing.encode(MAX_PROGRESS)
+        if len(text) > LIMIT and not self._has_room(partition, len(text), last=last):
+            return
+        self._seat.scribe.note(partition, RANGE + str(slots).encode(), text)
+        standings[partition] = standing
+
+    def _of_group(self, partition: int, groups: dict[int, int], own: Standing | None) -> list[TopicPartition]:
+        """The group's offset is the least of all ranges'. Who owns the first slot writes it, once all are known."""
+        slots = self._slots[partition]
+        if 0 not in slots:
+            return []
+        known = dict(self._state.standings.get(partition, {}))
+        own = own or self._written.get(partition)
+        if own is not None:
+            known[slots] = own
+        watermark = group_watermark(known.values())
+        if watermark is None or watermark == self._group.get(partition):
+            return []
+        self._forget_ranges(partition, outdated(known.values()))
+        if partition in self._moved:
+            self._seat.scribe.note(partition, GROUPED, json.dumps(self._epoch).encode())
+        groups[partition] = watermark
+        return [TopicPartition(self._app.source, partition, watermark, metadata=RANGES)]
+
+    def _forget_ranges(self, partition: int, standings: Iterable[Standing]) -> None:
+        for standing in standings:
+            self._seat.scribe.note(partition, RANGE + str(standing.slots).encode(), None)
+            if standing.slots != self._slots[partition]:
+                self._seat.scribe.note(partition, part_of(ATTEMPTS, standing.slots), None)
 
     def _note_attempts(self) -> dict[int, dict[int, Kept]]:
         kept = self._engine.course.kept()
@@ -225,10 +359,12 @@ class Books:
         for partition in kept.keys() | self._attempts.keys():
             now = kept.get(partition, {})
             if now != self._attempts.get(partition, {}):
-                self._seat.scribe.note(partition, ATTEMPTS, encode_kept(now, MAX_PROGRESS) if now else None)
+                name = part_of(ATTEMPTS, self._slots[partition])
+                self._seat.scribe.note(partition, name, encode_kept(now, MAX_PROGRESS) if now else None)
                 changed[partition] = now
         return changed
 
     def _is_committed(self, partition: int, offset: int) -> bool:
-        found = self._committed.get(partition)
+        standing = self._written.get(partition)
+        found = self._committed.get(partition) if standing is None else in_common(standing.strips)
         return found is not None and found.is_done(offset)

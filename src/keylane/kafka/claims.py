@@ -1,10 +1,10 @@
-"""Who owns what: a run owns the app, a task owns its partitions.
+"""Who owns what: a run owns the app, a task owns its partitions, or slots of them.
 
 Both are records of the state topic, and the later one counts. A run writes its name into every partition in one
 transaction. A task writes a claim into each of its partitions, under its transactional id, reads on until it sees it,
-and fences whoever claimed before it and has not let go; only then does it read progress. A task that lets go takes its
-claim back in the transaction that holds its last progress. So at any time the broker takes progress from one task only,
-and that is the one whose claim is the last.
+and fences whoever claimed any of its slots before it and has not let go; only then does it read progress. A task that
+lets go takes its claim back in the transaction that holds its last progress. So at any time the broker takes progress
+of a slot from one task only, and that is the one whose claim is the last.
 
 A task of another run is given time to leave by itself: it finds the new run's name in the topic, says that it is
 leaving, finishes what it has begun and lets go. One that does not answer is dead or hangs, and is fenced.
@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaException
 
+from keylane.core.ring import ALL
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT
 from keylane.kafka.state import OWNER, RUN, State
 from keylane.kafka.transactions import transactional
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
+    from keylane.core.ring import Slots
     from keylane.kafka.scribe import Note, Scribe
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.state import Claim
@@ -104,16 +106,16 @@ class Claims:
         self._run = run
         self._who = who
         self._patience = patience
-        self._partitions: list[int] = []
+        self._owned: dict[int, Slots] = {}
 
-    def claim(self, partitions: Iterable[int]) -> bool:
-        """Own these partitions; whether nobody had to be fenced.
+    def claim(self, owned: Mapping[int, Slots]) -> bool:
+        """Own these slots of these partitions; whether nobody had to be fenced.
 
         Raises TakenOverError when the app belongs to another run.
         """
-        self._partitions = list(partitions)
+        self._owned = dict(owned)
         self.check_run()
-        self._scribe.write(self._notes(self._value()))
+        self._scribe.write(self._notes())
         began = time.monotonic()
         clean = True
         while True:
@@ -133,7 +135,7 @@ class Claims:
                 clean = False
                 self._scribe.write(
                     (p, OWNER + owner.encode(), None)
-                    for p in self._partitions
+                    for p in self._owned
                     for owner in dead & self._state.owners.get(p, {}).keys()
                 )
             elif before:
@@ -148,40 +150,54 @@ class Claims:
 
     @property
     def lost(self) -> bool:
-        """Whether another task has claimed one of the partitions since."""
-        for partition in self._partitions:
+        """Whether another task has claimed one of the slots since."""
+        for partition in self._owned:
             own = self._own(partition)
             if own is None:  # it was taken back: who did that has fenced this one
                 return True
-            claims = self._state.owners[partition].values()
+            claims = self._rivals(partition).values()
             if any(claim.place > own.place and not claim.leaving for claim in claims):
                 return True
         return False
 
+    def others(self, partition: int) -> bool:
+        """Whether other tasks own other slots of this partition."""
+        return len(self._state.owners.get(partition, {})) > 1
+
     def leaving(self) -> None:
         """Say that what has begun will be finished, and nothing else."""
-        for partition, name, value in self._notes(self._value(leaving=True)):
+        for partition, name, value in self._notes(leaving=True):
             self._scribe.note(partition, name, value)
 
     def release(self) -> None:
         """Let go, in the transaction that is open."""
-        for partition, name, _ in self._notes(None):
+        for partition, name, _ in self._notes():
             self._scribe.note(partition, name, None)
 
     def _own(self, partition: int) -> Claim | None:
         return self._state.owners.get(partition, {}).get(self._scribe.id)
 
     def _before(self) -> dict[str, Claim]:
-        """Who claimed one of the partitions before, and has not let go."""
+        """Who claimed one of the slots before, and has not let go."""
         found: dict[str, Claim] = {}
-        for partition in self._partitions:
+        for partition in self._owned:
             own = self._own(partition)
             found |= {
                 owner: claim
-                for owner, claim in self._state.owners.get(partition, {}).items()
-                if owner != self._scribe.id and (own is None or claim.place < own.place or claim.leaving)
+                for owner, claim in self._rivals(partition).items()
+                if own is None or claim.place < own.place or claim.leaving
             }
         return found
+
+    def _rivals(self, partition: int) -> dict[str, Claim]:
+        """The others that have claimed slots which are this one's."""
+        slots = self._owned[partition]
+        claims = self._state.owners.get(partition, {})
+        return {
+            owner: claim
+            for owner, claim in claims.items()
+            if owner != self._scribe.id and claim.slots.overlaps(slots)
+        }
 
     def _is_over(self, claim: Claim, waited: float) -> bool:
         """Whether this owner has had its time."""
@@ -191,10 +207,14 @@ class Claims:
             return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
         return waited > ANSWERS
 
-    def _value(self, *, leaving: bool = False) -> bytes:
-        value: dict[str, Any] = {"run": self._run, "who": self._who}
-        return json.dumps(value | ({"leaving": True} if leaving else {})).encode()
-
-    def _notes(self, value: bytes | None) -> list[Note]:
+    def _notes(self, *, leaving: bool = False) -> list[Note]:
         name = OWNER + self._scribe.id.encode()
-        return [(p, name, value) for p in self._partitions]
+        notes: list[Note] = []
+        for partition, slots in self._owned.items():
+            value: dict[str, Any] = {"run": self._run, "who": self._who}
+            if slots != ALL:
+                value["slots"] = str(slots)
+            if leaving:
+                value["leaving"] = True
+            notes.append((partition, name, json.dumps(value).encode()))
+        return notes

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 from keylane.core.outcome import Outcome
 from keylane.core.ranges import Ranges
+from keylane.core.ring import ALL
 from keylane.engine.redrive import Found, Redriver
 from keylane.errors import KeylaneError
 from keylane.kafka.letter import Kind, Letter, LetterRecord
 from keylane.kafka.letters import Repeats, read_letters
 from keylane.kafka.orders import audit_name
-from keylane.kafka.state import REDRIVEN
+from keylane.kafka.state import REDRIVEN, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from keylane.app import App
+    from keylane.core.ring import Slots
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.kafka.letter import Unreadable
@@ -39,7 +41,8 @@ _AGAIN = 5.0
 class Desk:
     """One task's. Used on its loop's thread.
 
-    ``redriven`` are the letters that were redriven, by partition, as the state topic says.
+    ``redriven`` are the letters that were redriven, by partition, as the state topic says. ``cuts`` are the task's
+    slots of partitions that are shared out.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Desk:
         app: App,
         owner: str,
         redriven: dict[int, Ranges],
+        cuts: Mapping[int, Slots],
         wall: Callable[[], float],
     ) -> None:
         self._engine = engine
@@ -57,6 +61,7 @@ class Desk:
         self._settings = settings
         self._app = app
         self._owner = owner
+        self._cuts = cuts
         self._wall = wall
         self._redriver = Redriver(engine)
         self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
@@ -71,13 +76,17 @@ class Desk:
             self._orders[order.partition, order.name] = order
             begun = json.dumps({"owner": self._owner, "at": self._wall()}).encode()
             self._output.note(order.partition, audit_name(order.id, begun=True), begun, _unheard)
-            if order.key is not None:
-                stops.hold(order.key)
+            lane = self._lane(order)
+            if lane is not None:
+                stops.hold(lane)
             self._awake.set()
             return
         problem = stops.release(order.lane) if order.do == "release" else stops.skip(order.lane)
         log.warning("%s by %s of lane %r: %s", order.do, order.who, order.lane, problem or "done")
         self._answer(order, problem or "done", ok=problem is None)
+
+    def _lane(self, order: Order) -> bytes | None:
+        return self._engine.lane_key(order.key, order.partition)
 
     @property
     def idle(self) -> bool:
@@ -103,7 +112,8 @@ class Desk:
                 if problem is not None:
                     self._changed.add(partition)
 
-            self._output.note(partition, REDRIVEN, self._redriven[partition].encode(), written)
+            name = part_of(REDRIVEN, self._cuts.get(partition, ALL))
+            self._output.note(partition, name, self._redriven[partition].encode(), written)
 
     def redriven(self, partition: int) -> str:
         """Which letters were redriven, as text."""
@@ -128,7 +138,7 @@ class Desk:
 
     async def _redrive(self, partition: int, orders: list[Order]) -> None:
         stops = self._engine.stops
-        keys = [order.key for order in orders if order.key is not None]
+        keys = [lane for order in orders if (lane := self._lane(order)) is not None]
         await self._redriver.settled(keys)
         parked = stops.held_parked & set(keys)
         by_key = {order.key: order for order in orders}
@@ -153,8 +163,9 @@ class Desk:
             count = counts[order.key]
             if self._orders.get((order.partition, order.name)) is order:
                 del self._orders[order.partition, order.name]
-                if order.key is not None:
-                    stops.let_go(order.key)
+                lane = self._lane(order)
+                if lane is not None and lane not in map(self._lane, self._orders.values()):
+                    stops.let_go(lane)
             left = count[Outcome.DEAD] + count[Outcome.PARKED]
             result = (
                 f"{count[Outcome.OK] + count[Outcome.DUPLICATE]} through, {count[Outcome.DEAD]} dead again, "

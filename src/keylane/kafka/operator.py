@@ -295,7 +295,7 @@ class Operator:
         state = self._state
         said = sum(map(_by_the_app, state.audits))
         redriven = {partition: len(ranges) for partition, ranges in state.redriven.items()}
-        return said, redriven, dict(state.lanes), dict(state.attempts)
+        return said, redriven, dict(state.lanes), {p: dict(found) for p, found in state.attempts.items()}
 
     def _follow(self) -> None:
         for _ in range(_AT_A_TIME):

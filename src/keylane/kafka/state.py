@@ -9,17 +9,21 @@ key                      value
 =======================  ==================================================================
 ``progress``             the text of :mod:`keylane.core.progress`, with its watermark before it
 ``epoch``                progress that waits for Spark to commit the epoch: :class:`Proposal`
+``range/<slots>``        progress of a range, where the partition is shared out: :mod:`keylane.core.standing`
+``grouped``              ``[run, epoch]``: the offset that somebody had moved the group to was replaced by the app's
 ``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
 ``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
-``owner/<id>``           the task with this transactional id owns the partition: :mod:`keylane.kafka.claims`
+``owner/<id>``           the task with this transactional id owns slots of the partition: :mod:`keylane.kafka.claims`
 ``order/stop``           ``{"run": …}``: the tasks of this run drain and end
 ``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
 ``order/lane/<key>``     what an operator wants done: :mod:`keylane.kafka.orders` (also ``order/redrive/…``)
 ``audit/<id>``           who ordered what, and when; ``audit/<id>/done`` what came of it
 ``rest``                 ``{"run": …, "until": …}``: everything up to there is done, but what stands in stopped lanes
 =======================  ==================================================================
+
+Where a partition is shared out, ``attempts``, ``redriven`` and ``rest`` are each owner's own: ``attempts/<slots>``.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from confluent_kafka import TopicPartition
 from keylane.core.progress import decode
 from keylane.core.ranges import Ranges
 from keylane.core.record import KEYLESS, LANE, decode_kept, decode_lane
+from keylane.core.ring import ALL, Slots
+from keylane.core.standing import Standing
 from keylane.errors import KafkaError
 from keylane.kafka.cluster import TIMEOUT, introduce
 from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
@@ -56,6 +62,8 @@ PROGRESS = b"progress"
 ATTEMPTS = b"attempts"
 REDRIVEN = b"redriven"
 REST = b"rest"
+RANGE = b"range/"
+GROUPED = b"grouped"
 RUN = b"run"
 EPOCH = b"epoch"
 OWNER = b"owner/"
@@ -65,6 +73,8 @@ ELSEWHERE = "kl1:@"
 """The metadata of an offset whose progress lies in the state topic."""
 NOTHING = "kl1:-"
 """The metadata of an offset that nothing is done above. Not empty: that is what others write who move a group."""
+RANGES = "kl1:/"
+"""The metadata of an offset whose partition is shared out: the progress of each range lies in the state topic."""
 
 
 def order_stop(
@@ -105,10 +115,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A task says that it owns a partition."""
+    """A task says that it owns slots of a partition."""
 
     place: int
     """Where it lies in the state topic: of two claims the later one counts."""
+    slots: Slots
     run: str
     who: str
     leaving: bool
@@ -153,12 +164,14 @@ class State:
         self.runs: dict[int, dict[str, Any]] = {}  # whom the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
         self.proposals: dict[int, Proposal] = {}
-        self.attempts: dict[int, dict[int, Kept]] = {}
+        self.standings: dict[int, dict[Slots, Standing]] = {}  # by partition
+        self.grouped: dict[int, Any] = {}
+        self.attempts: dict[int, dict[bytes, dict[int, Kept]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, Ranges] = {}
         self.orders: dict[tuple[int, bytes], Order] = {}  # that nobody has answered
         self.audits: dict[bytes, tuple[int, bytes]] = {}  # name: partition and value
-        self.rests: dict[int, int] = {}  # of this run: up to where everything but stopped lanes is done
+        self.rests: dict[int, dict[Slots, int]] = {}  # of this run: up to where all but stopped lanes is done
 
     def restore(self) -> None:
         """Read everything there is. Raises KafkaError when it cannot be read."""
@@ -210,7 +223,7 @@ class State:
 
     def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
         """Progress from a committed offset: its metadata, or what lies in the topic when it says so."""
-        if metadata == NOTHING:
+        if metadata in (NOTHING, RANGES):
             return decode(watermark, None)
         if metadata != ELSEWHERE:
             return decode(watermark, metadata)
@@ -280,15 +293,22 @@ class State:
             place = claims[owner].place
         found = json.loads(value)
         leaving = bool(found.get("leaving"))
-        claims[owner] = Claim(place, found["run"], found["who"], leaving, time.monotonic())
+        slots = Slots.parse(found["slots"]) if "slots" in found else ALL
+        claims[owner] = Claim(place, slots, found["run"], found["who"], leaving, time.monotonic())
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
         if name == PROGRESS:
             self._progress[partition] = value.decode("ascii")
-        elif name == ATTEMPTS:
-            self.attempts[partition] = decode_kept(value)
-        elif name == REDRIVEN:
-            self.redriven[partition] = Ranges.decode(value)
+        elif name.startswith(RANGE):
+            standing = Standing.decode(name.removeprefix(RANGE).decode(), value)
+            self.standings.setdefault(partition, {})[standing.slots] = standing
+        elif name == GROUPED:
+            self.grouped[partition] = json.loads(value)
+        elif _is_part(name, ATTEMPTS):
+            self.attempts.setdefault(partition, {})[name] = decode_kept(value)
+        elif _is_part(name, REDRIVEN):  # a letter that was redriven stays so, whoever wrote it down
+            found = Ranges.decode(value)
+            self.redriven[partition] = self.redriven.get(partition, Ranges()).union(found)
         elif name.startswith((LANE, KEYLESS)):
             self.lanes[partition, name] = decode_lane(name, partition, value)
         elif name == EPOCH:
@@ -301,10 +321,10 @@ class State:
             found = json.loads(value)
             if found["run"] == self._run:
                 self.flooded = str(found["why"])
-        elif name == REST:
+        elif _is_part(name, REST):
             found = json.loads(value)
             if found["run"] == self._run:
-                self.rests[partition] = int(found["until"])
+                self.rests.setdefault(partition, {})[_part(name, REST)] = int(found["until"])
         elif name.startswith(ORDER):
             order = decode_order(name, partition, value)
             self.orders[partition, name] = order
@@ -317,5 +337,20 @@ class State:
             self.owners.get(partition, {}).pop(name.removeprefix(OWNER).decode(), None)
         self.lanes.pop((partition, name), None)
         self.orders.pop((partition, name), None)
-        if name == ATTEMPTS:
-            self.attempts.pop(partition, None)
+        if name.startswith(RANGE):
+            self.standings.get(partition, {}).pop(Slots.parse(name.removeprefix(RANGE).decode()), None)
+        if _is_part(name, ATTEMPTS):
+            self.attempts.get(partition, {}).pop(name, None)
+
+
+def part_of(name: bytes, slots: Slots) -> bytes:
+    """The name of the record that the owner of these slots writes."""
+    return name if slots == ALL else name + b"/" + str(slots).encode()
+
+
+def _is_part(name: bytes, record: bytes) -> bool:
+    return name == record or name.startswith(record + b"/")
+
+
+def _part(name: bytes, record: bytes) -> Slots:
+    return ALL if name == record else Slots.parse(name.removeprefix(record + b"/").decode())

@@ -12,11 +12,13 @@ import queue
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from keylane.core.ring import ALL
+from keylane.core.standing import RangeMark
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
@@ -29,14 +31,16 @@ from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
 from keylane.kafka.seat import take_seat
-from keylane.kafka.state import FLOOD, REST
+from keylane.kafka.state import FLOOD, REST, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from keylane.app import App
+    from keylane.core.ring import Slots
     from keylane.engine.delivery import Delivery
     from keylane.engine.pipeline import Step
+    from keylane.kafka.orders import Order
     from keylane.kafka.scribe import Scribe
     from keylane.kafka.seat import Seat
     from keylane.kafka.settings import KafkaSettings
@@ -54,6 +58,8 @@ _COLLECT_AT_LEAST = 60.0
 _SOON = 0.005
 """Seconds until a record that a lane waits for is written."""
 _ABORTED_MAX = 5
+_LAST = 5.0
+"""Seconds that the owner of a partition's first slot waits for the other owners at the end."""
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -70,12 +76,19 @@ class TaskPlan:
     settings: KafkaSettings
     starts: Mapping[int, int]
     """The task's partitions, and where each begins when the group has no progress for it."""
+    cuts: Mapping[int, Slots] = field(default_factory=dict)
+    """Of partitions that are shared out: this task's slots."""
     until: Mapping[int, int] | None
     """Where each ends, for a run over what is there; None to go on until the epoch is over."""
     seconds: float
     sink_limit: int
     """The sink's ``max.message.bytes``."""
     outcomes: str = "all"
+
+    @property
+    def slots(self) -> dict[int, Slots]:
+        """What it owns of each partition."""
+        return {p: self.cuts.get(p, ALL) for p in self.starts}
 
 
 class Task:
@@ -178,8 +191,10 @@ class Task:
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen
         seat.scribe.fail = engine.fail
-        desk = self._desk = Desk(engine, output, plan.settings, app, self.owner, state.redriven, time.time)
-        self._books.restore_lanes(state, engine, output)
+        desk = self._desk = Desk(
+            engine, output, plan.settings, app, self.owner, state.redriven, plan.cuts, time.time
+        )
+        self._books.restore_lanes(engine, output)
 
         fetcher = Fetcher(
             seat.consumer,
@@ -255,6 +270,8 @@ class Task:
             if failed is None:
                 claims.release()
 
+        if failed is None:
+            await self._let_others_go_first(state, claims)
         with contextlib.suppress(KeylaneError) if failed is not None else contextlib.nullcontext():
             try:
                 await self._write(final=words)
@@ -263,6 +280,15 @@ class Task:
                     raise
                 await self._mend(seat, state, claims, error)
                 await self._write(final=words)
+
+    async def _let_others_go_first(self, state: State, claims: Claims) -> None:
+        """Who writes the group's offset for others writes it last. They drain at the same time; Spark waits for all."""
+        deadline = time.monotonic() + _LAST
+        while time.monotonic() < deadline and any(
+            0 in slots and claims.others(partition) for partition, slots in self._plan.cuts.items()
+        ):
+            await asyncio.sleep(0.02)
+            state.poll()
 
     async def _mend(self, seat: Seat, state: State, claims: Claims, why: AbortedError) -> None:
         """Go on with a new client, if the partitions are still this task's. Raises FencedError, or KafkaError.
@@ -353,9 +379,17 @@ class Task:
                 by_partition[partition] = [record]
             else:
                 group.append(record)
-        for partition, group in by_partition.items():
+        for partition, read in by_partition.items():
+            group = read
             watermark = self._books.watermarks[partition]
             reached = group[-1].offset() + 1
+            if isinstance(watermark, RangeMark):
+                group = watermark.own(read)
+                self._shares[partition].done += len(read) - len(group)
+                if not group:
+                    if not engine.draining:
+                        watermark.reach(reached)
+                    continue
             if watermark.restoring or group[0].offset() < self._books.restored[partition]:
                 wanted = self._unfinished(engine, partition, group)
             else:
@@ -468,13 +502,21 @@ class Task:
                 self._leaving = claims
                 return
             for order in state.take_orders():
-                desk.take(order)
+                if self._is_ours(order):
+                    desk.take(order)
             if fetcher.ended and engine.resting and desk.idle and self._caught_up(engine):
                 return
             wait = min(_CONTROL, max(0.0, self._deadline - time.monotonic()))
             await asyncio.wait([engine.failure], timeout=wait)
             if engine.failure.done():
                 engine.failure.result()
+
+    def _is_ours(self, order: Order) -> bool:
+        """Of a partition that is shared out, an order is for the owner of its lane."""
+        slots = self._plan.cuts.get(order.partition, ALL)
+        if order.do == "redrive" and order.key is None:
+            return 0 in slots  # of messages without a key, which any one may run
+        return self._app.slot_of(order.key, order.offset) in slots
 
     def _caught_up(self, engine: Engine) -> bool:
         """Everything below ``until`` was seen, and is done or stands in a stopped lane."""
@@ -492,9 +534,10 @@ class Task:
                 for partition in plan.starts:
                     why = {"run": plan.run, "why": str(error)}
                     scribe.note(partition, FLOOD, json.dumps(why).encode())
-        elif plan.until is not None and engine.held and engine.resting:
-            for partition, until in plan.until.items():
-                scribe.note(partition, REST, json.dumps({"run": plan.run, "until": until}).encode())
+        elif plan.until is not None and engine.resting and (engine.held or plan.cuts):
+            for partition, slots in plan.slots.items():
+                value = {"run": plan.run, "until": plan.until[partition]}
+                scribe.note(partition, part_of(REST, slots), json.dumps(value).encode())
 
     async def _write_now_and_then(self, seat: Seat, state: State, claims: Claims) -> None:
         """Progress at the app's interval; records, which lanes wait for, soon."""

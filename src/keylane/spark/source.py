@@ -10,6 +10,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
+from keylane.core.plan import Plan, make_plan
+from keylane.core.ring import ALL
 from keylane.kafka.cluster import Cluster, patient
 from keylane.kafka.settler import Settler
 from keylane.kafka.state import State
@@ -42,6 +44,8 @@ class RunPlan:
     starting: str | Mapping[int, int]
     epoch: float
     tasks: int
+    split: bool
+    """Whether several tasks may share a partition."""
     sink_limit: int
     outcomes: str
     commit: str
@@ -123,7 +127,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         starts = self._positions(cluster, start)
         if self._target is not None and self._rested(starts, self._target):
             return start
-        return _offset(start["epoch"] + 1, starts)
+        before = Plan.decode(start["plan"]) if "plan" in start else None
+        shared = make_plan(sorted(starts), self._plan.tasks, before=before, split=self._plan.split)
+        return _offset(start["epoch"] + 1, starts, shared)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
         """The epoch, cut into at most as many tasks as there are slots."""
@@ -132,8 +138,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.commit(start)  # an epoch that a crash cut off is planned again without being asked for
         plan = self._plan
         starts = {int(p): offset for p, offset in end["starts"].items()}
-        count = min(plan.tasks, len(starts))
-        shares = [[p for p in sorted(starts) if p % count == task] for task in range(count)]
+        shared = (
+            Plan.decode(end["plan"]) if "plan" in end else make_plan(sorted(starts), plan.tasks, split=False)
+        )
         return [
             TaskPartition(
                 TaskPlan(
@@ -141,14 +148,17 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     epoch=end["epoch"],
                     task=task,
                     settings=plan.settings,
-                    starts={p: starts[p] for p in share},
-                    until=None if self._target is None else {p: self._target.get(p, 0) for p in share},
+                    starts={one.partition: starts[one.partition] for one in ranges},
+                    cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
+                    until=None
+                    if self._target is None
+                    else {r.partition: self._target.get(r.partition, 0) for r in ranges},
                     seconds=plan.epoch,
                     sink_limit=plan.sink_limit,
                     outcomes=plan.outcomes,
                 )
             )
-            for task, share in enumerate(shares)
+            for task, ranges in enumerate(shared.tasks)
         ]
 
     @patient
@@ -171,7 +181,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             state.restore()
         finally:
             state.close()
-        return all(state.rests.get(p, -1) >= target[p] for p in left)
+        rested = {
+            p: [slots for slots, end in state.rests.get(p, {}).items() if end >= target[p]] for p in left
+        }
+        return not any(ALL.without(slots) for slots in rested.values())
 
     def _connect(self) -> Cluster:
         if self._cluster is None:
@@ -210,5 +223,6 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results)
 
 
-def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:
-    return {"epoch": epoch, "starts": {str(p): offset for p, offset in sorted(starts.items())}}
+def _offset(epoch: int, starts: Mapping[int, int], plan: Plan | None = None) -> dict[str, Any]:
+    offset: dict[str, Any] = {"epoch": epoch, "starts": {str(p): at for p, at in sorted(starts.items())}}
+    return offset if plan is None else offset | {"plan": plan.encode()}

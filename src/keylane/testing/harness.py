@@ -23,7 +23,7 @@ from keylane.testing.checker import check
 from keylane.testing.clock import run_virtual
 from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
 from keylane.testing.history import Event, History, Kind
-from keylane.testing.log import MemoryLog
+from keylane.testing.log import MemoryLog, partition_of
 from keylane.testing.sink import MemorySink
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class Harness:
             history=history,
             verdict=check(
                 history,
+                order=self._app.order,
                 sent=sent,
                 finished=self._duplicates.union(
                     (d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"
@@ -171,7 +172,7 @@ class Harness:
 
     def _sent_twice(self) -> dict[Position, Position]:
         """What the log says about messages that repeat others. One that went to the letters may run from there."""
-        found = Duplicates(self._app.idempotency)
+        found = Duplicates(self._app.idempotency if self._app.order != "none" else None)
         for record in self.log.records(self._app.source):
             message = Message(record)
             found.arrived(message, message.headers)
@@ -233,7 +234,8 @@ class Harness:
             redriver = Redriver(engine)
             redriving = self._actions and isinstance(self._actions[0], Redrive)
             begun = redriving and self._actions[0].at <= loop.time()
-            engine.restore(self._kept, self._lanes(marks), [self._actions[0].key] if begun else ())
+            held = self._lane(engine, self._actions[0].key) if begun else None
+            engine.restore(self._kept, self._lanes(marks), [held] if held is not None else ())
             tasks = [loop.create_task(work()), loop.create_task(commits())]
             drain_timeout = 0.0
             try:
@@ -268,13 +270,19 @@ class Harness:
             elif isinstance(action, Skip):
                 engine.stops.skip(action.key)
             else:
-                engine.stops.hold(action.key)
-                await redriver.settled([action.key])
+                lane = self._lane(engine, action.key)
+                if lane is not None:
+                    engine.stops.hold(lane)
+                    await redriver.settled([lane])
                 await redriver.run(self._letters(action.key))
-                engine.stops.let_go(action.key)
+                if lane is not None:
+                    engine.stops.let_go(lane)
             while engine.promised:  # noqa: ASYNC110 - an order stands until what it did is written down
                 await asyncio.sleep(0.001)
             self._actions.popleft()
+
+    def _lane(self, engine: Engine, key: bytes) -> bytes | None:
+        return engine.lane_key(key, partition_of(key, self.log.partitions))
 
     def _letters(self, key: bytes) -> list[Found]:
         """This lane's letters that have not been redriven, each message once."""
