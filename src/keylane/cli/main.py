@@ -10,6 +10,7 @@ import typer
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes
 from keylane.cli.demo import demo
+from keylane.cli.plan import plan
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.errors import KeylaneError
@@ -49,6 +50,7 @@ app.add_typer(broker.app, name="broker")
 app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
+app.command()(plan)
 
 
 def main() -> None:

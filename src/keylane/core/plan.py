@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 BUCKETS = 64
 """Parts of a partition's ring whose load is counted."""
-_WIDTH = SLOTS // BUCKETS
+BUCKET = SLOTS // BUCKETS
+"""Slots in each."""
 _UNEVEN = 1.25
 """By how much a share may be larger than its fair size before something is moved for it."""
 
@@ -129,10 +130,10 @@ def _whole(partitions: Sequence[int], loads: Mapping[int, Load]) -> dict[int, Lo
 
 def _weight(load: Load, slots: Slots) -> float:
     total = 0.0
-    for bucket in range(slots.first // _WIDTH, slots.last // _WIDTH + 1):
-        common = slots.common(Slots(bucket * _WIDTH, (bucket + 1) * _WIDTH - 1))
+    for bucket in range(slots.first // BUCKET, slots.last // BUCKET + 1):
+        common = slots.common(Slots(bucket * BUCKET, (bucket + 1) * BUCKET - 1))
         if common is not None:
-            total += load[bucket] * len(common) / _WIDTH
+            total += load[bucket] * len(common) / BUCKET
     return total
 
 
@@ -149,7 +150,7 @@ def _cut(load: Load, pieces: int, known: Sequence[Slots]) -> Sequence[Slots]:
         used = 0.0
         while len(found) < pieces - 1 and filled + (part - used) >= share:
             used += share - filled
-            end = min(bucket * _WIDTH + round(used / part * _WIDTH), (bucket + 1) * _WIDTH)
+            end = min(bucket * BUCKET + round(used / part * BUCKET), (bucket + 1) * BUCKET)
             end = max(begin + 1, min(end, SLOTS - (pieces - len(found) - 1)))
             found.append(Slots(begin, end - 1))
             begin, filled = end, 0.0

@@ -155,8 +155,11 @@ class Cluster:
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
-        self.ensure(app.state, count, {"cleanup.policy": "compact"})
-        return Topics(partitions=count, sink_limit=sink_limit)
+        if (
+            app.state not in self.topics()
+        ):  # else it has the layout that is in force: the planner makes it grow
+            self.ensure(app.state, count, {"cleanup.policy": "compact"})
+        return Topics(partitions=min(count, self.partitions(app.state)), sink_limit=sink_limit)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
         """Create the topic, or give it more partitions when it has fewer."""

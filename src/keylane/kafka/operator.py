@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from keylane.errors import KafkaError
 from keylane.kafka.cluster import TIMEOUT, Cluster
@@ -123,6 +123,11 @@ class Operator:
         self._state.close()
 
     # What there is.
+
+    def plan(self) -> dict[str, Any] | None:
+        """The plan of the epoch that runs, or ran last: ``run``, ``epoch``, ``at`` and ``tasks``; None before that."""
+        self._follow()
+        return self._state.plan or None
 
     def lanes(self) -> list[LaneRecord]:
         """The lanes that do not go on by themselves, those that stopped first at the front."""

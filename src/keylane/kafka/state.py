@@ -15,6 +15,9 @@ key                      value
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
 ``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
+``load``                 ``[run, epoch, counts]``: what a task saw, by bucket of :mod:`keylane.core.plan`
+``plan``                 in partition 0, the plan of the epoch that runs: ``{"run", "epoch", "at", "tasks"}``
+``order/plan``           ``{"run": …, "tasks": …}``: an epoch that has another number of tasks ends now
 ``owner/<id>``           the task with this transactional id owns slots of the partition: :mod:`keylane.kafka.claims`
 ``order/stop``           ``{"run": …}``: the tasks of this run drain and end
 ``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
@@ -23,7 +26,8 @@ key                      value
 ``rest``                 ``{"run": …, "until": …}``: everything up to there is done, but what stands in stopped lanes
 =======================  ==================================================================
 
-Where a partition is shared out, ``attempts``, ``redriven`` and ``rest`` are each owner's own: ``attempts/<slots>``.
+Where a partition is shared out, ``attempts``, ``redriven``, ``load`` and ``rest`` are each owner's own:
+``attempts/<slots>``.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
     from confluent_kafka import Consumer
 
+    from keylane.core.plan import Load
     from keylane.core.progress import Restored
     from keylane.core.record import Kept, LaneRecord
     from keylane.kafka.settings import KafkaSettings
@@ -64,6 +69,9 @@ REDRIVEN = b"redriven"
 REST = b"rest"
 RANGE = b"range/"
 GROUPED = b"grouped"
+LOAD = b"load"
+PLAN = b"plan"
+REPLAN = b"order/plan"
 RUN = b"run"
 EPOCH = b"epoch"
 OWNER = b"owner/"
@@ -81,20 +89,37 @@ def order_stop(
     settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT
 ) -> None:
     """Tell the tasks of this run to drain and end. Raises KafkaError when the order could not be written."""
+    _order(settings, topic, partitions, STOP, {"run": run}, timeout)
+
+
+def order_plan(
+    settings: KafkaSettings, topic: str, partitions: int, run: str, *, tasks: int, source: int
+) -> None:
+    """Tell the tasks of this run that there may be so many of them, and that the source has so many partitions.
+
+    An epoch that was planned otherwise drains and ends. Raises KafkaError when the order could not be written.
+    """
+    wanted = {"run": run, "tasks": tasks, "partitions": source}
+    _order(settings, topic, partitions, REPLAN, wanted, TIMEOUT)
+
+
+def _order(
+    settings: KafkaSettings, topic: str, partitions: int, name: bytes, value: dict[str, Any], timeout: float
+) -> None:
     producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
     failed: list[str] = []
     for partition in range(partitions):
         producer.produce(
             topic,
-            json.dumps({"run": run}).encode(),
-            STOP,
+            json.dumps(value).encode(),
+            name,
             partition=partition,
             on_delivery=lambda error, _: failed.append(error.str()) if error else None,
         )
     left = producer.flush(timeout)
     if left or failed:
         raise KafkaError(
-            f"the order to stop could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
+            f"an order could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
         )
 
 
@@ -166,6 +191,11 @@ class State:
         self.proposals: dict[int, Proposal] = {}
         self.standings: dict[int, dict[Slots, Standing]] = {}  # by partition
         self.grouped: dict[int, Any] = {}
+        self.loads: dict[
+            int, dict[Slots, tuple[int, Load]]
+        ] = {}  # of this run: epoch and counts, by partition
+        self.plan: dict[str, Any] = {}
+        self.wanted: dict[str, Any] = {}  # of this run: how many tasks there should be, and partitions
         self.attempts: dict[int, dict[bytes, dict[int, Kept]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, Ranges] = {}
@@ -302,6 +332,19 @@ class State:
         elif name.startswith(RANGE):
             standing = Standing.decode(name.removeprefix(RANGE).decode(), value)
             self.standings.setdefault(partition, {})[standing.slots] = standing
+        elif _is_part(name, LOAD):
+            run, epoch, counts = json.loads(value)
+            if run == self._run:
+                self.loads.setdefault(partition, {})[_part(name, LOAD)] = (
+                    int(epoch),
+                    tuple(map(float, counts)),
+                )
+        elif name == PLAN:
+            self.plan = json.loads(value)
+        elif name == REPLAN:
+            found = json.loads(value)
+            if found["run"] == self._run:
+                self.wanted = found
         elif name == GROUPED:
             self.grouped[partition] = json.loads(value)
         elif _is_part(name, ATTEMPTS):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from keylane.core.plan import BUCKET, BUCKETS
 from keylane.core.ring import ALL
 from keylane.core.standing import RangeMark
 from keylane.engine.collector import own_collector
@@ -31,7 +32,7 @@ from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
 from keylane.kafka.seat import take_seat
-from keylane.kafka.state import FLOOD, REST, part_of
+from keylane.kafka.state import FLOOD, LOAD, REST, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,8 @@ _COLLECT_AT_LEAST = 60.0
 _SOON = 0.005
 """Seconds until a record that a lane waits for is written."""
 _ABORTED_MAX = 5
+_SAMPLE = 16
+"""One of so many messages is looked at for the partition's load."""
 _LAST = 5.0
 """Seconds that the owner of a partition's first slot waits for the other owners at the end."""
 _OUTCOMES_EVERY = 0.25
@@ -84,6 +87,8 @@ class TaskPlan:
     sink_limit: int
     """The sink's ``max.message.bytes``."""
     outcomes: str = "all"
+    made_for: tuple[int, int] = (0, 0)
+    """Tasks and partitions that there were when it was planned."""
 
     @property
     def slots(self) -> dict[int, Slots]:
@@ -114,6 +119,7 @@ class Task:
         self._desk: Desk | None = None
         self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
+        self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
 
     def outcomes(self) -> Iterator[list[Delivery]]:
         """Run the epoch and yield what is done, in batches. Raises what ended it when that was not the plan."""
@@ -395,6 +401,9 @@ class Task:
             else:
                 wanted = group
             if wanted and not engine.draining:
+                load = self._load[partition]
+                for record in wanted[::_SAMPLE]:
+                    load[self._app.slot_of(record.key(), record.offset()) // BUCKET] += _SAMPLE
                 watermark.deliver([record.offset() for record in wanted])
                 engine.accept(wanted)
             if not engine.draining:
@@ -501,6 +510,10 @@ class Task:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
                 self._leaving = claims
                 return
+            wanted = state.wanted.get("tasks"), state.wanted.get("partitions")
+            if state.wanted and wanted != self._plan.made_for:
+                log.info("%s: there are other tasks or partitions now; the epoch ends", self.owner)
+                return
             for order in state.take_orders():
                 if self._is_ours(order):
                     desk.take(order)
@@ -528,6 +541,9 @@ class Task:
     def _last_words(self, engine: Engine, scribe: Scribe) -> None:
         """What the planner, or a task that tries again, has to know."""
         plan = self._plan
+        for partition, slots in plan.slots.items():
+            load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
+            scribe.note(partition, part_of(LOAD, slots), load)
         if engine.failure.done():
             error = engine.failure.exception()
             if isinstance(error, FloodError):

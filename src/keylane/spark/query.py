@@ -18,6 +18,7 @@ from keylane.kafka.state import order_stop
 from keylane.spark.options import Options
 from keylane.spark.parcel import Parcel, pack
 from keylane.spark.source import LaneSource, RunPlan
+from keylane.spark.watch import Watch, tasks_for
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -30,11 +31,10 @@ log = logging.getLogger("keylane.query")
 class LaneQuery(StreamingQuery):
     """A ``StreamingQuery`` of an app. :meth:`stop` drains first."""
 
-    def __init__(self, query: StreamingQuery, app: App, plan: RunPlan, partitions: int) -> None:
+    def __init__(self, query: StreamingQuery, app: App, plan: RunPlan) -> None:
         super().__init__(query._jsq)  # noqa: SLF001 - the one way to extend Spark's own object
         self._app = app
         self._plan = plan
-        self._partitions = partitions
         self.drained = False
         """Whether :meth:`stop` has seen every task drain. Written by who calls it."""
 
@@ -53,7 +53,8 @@ class LaneQuery(StreamingQuery):
 
     def _drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        order_stop(self._plan.settings, self._app.state, self._partitions, self._plan.run)
+        partitions = Cluster(self._plan.settings).partitions(self._app.state)  # it may have grown
+        order_stop(self._plan.settings, self._app.state, partitions, self._plan.run)
         # The epoch that was running when the order was written is the next to be reported or the one after it (when
         # its predecessor's report was still on its way). Epochs that begin after the order end at once.
         last = self._batch() + 2
@@ -79,7 +80,7 @@ def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **give
                 "commit='epoch' needs checkpointLocation: it says which epochs Spark has committed to its sink"
             )
         given = {"outcomes": "all", **given}
-    options, plan, partitions = _plan(app, spark, parcel, given)
+    options, plan = _plan(app, spark, parcel, given)
     writer = _read(spark, plan).writeStream.format(options.format).queryName(options.name or app.name)
     if options.path:
         writer = writer.option("path", options.path)
@@ -87,7 +88,10 @@ def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **give
         writer = writer.option("checkpointLocation", options.checkpoint)
     if options.available_now:
         writer = writer.trigger(availableNow=True)
-    return LaneQuery(writer.start(), app, plan, partitions)
+    query = LaneQuery(writer.start(), app, plan)
+    if not options.available_now:
+        Watch(query, spark, plan, options.tasks).start()
+    return query
 
 
 def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> DataFrame:
@@ -100,7 +104,7 @@ def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **g
 
 def _plan(
     app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str, Any]
-) -> tuple[Options, RunPlan, int]:
+) -> tuple[Options, RunPlan]:
     app.check()
     options = Options.parse(given, app.source)
     context = spark.sparkContext
@@ -110,10 +114,10 @@ def _plan(
         )
     if "PYSPARK_PYTHON" not in os.environ and (context.master or "").startswith("local"):
         context.pythonExec = sys.executable  # the workers need the packages that are installed here
-    topics = Cluster(options.settings).prepare(app)
+    cluster = Cluster(options.settings)
+    topics = cluster.prepare(app)
     run = uuid.uuid4().hex
     take_over(options.settings, app.name, app.state, topics.partitions, run)
-    slots = max(1, context.defaultParallelism // int(context.getConf().get("spark.task.cpus", "1")))
     plan = RunPlan(
         run=run,
         app=app.name,
@@ -122,13 +126,15 @@ def _plan(
         settings=options.settings,
         starting=options.starting,
         epoch=options.epoch,
-        tasks=1 if app.order == "global" else min(options.tasks or slots, slots),
+        tasks=1 if app.order == "global" else tasks_for(spark, options.tasks),
+        there=cluster.partitions(app.source),
+        order=app.order,
         split=app.order in ("key", "none") and app.commit == "live",
         sink_limit=topics.sink_limit,
         outcomes=options.outcomes,
         commit=app.commit,
     )
-    return options, plan, topics.partitions
+    return options, plan
 
 
 def _read(spark: SparkSession, plan: RunPlan) -> DataFrame:

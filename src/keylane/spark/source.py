@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,11 +12,13 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
+from keylane.core.murmur2 import partition_of
 from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
-from keylane.kafka.cluster import Cluster, patient
+from keylane.errors import KafkaError, SettingsError
+from keylane.kafka.cluster import TIMEOUT, Cluster, patient
 from keylane.kafka.settler import Settler
-from keylane.kafka.state import State
+from keylane.kafka.state import PLAN, State
 from keylane.kafka.task import Task, TaskPlan
 from keylane.spark.outcomes import DDL, to_arrow
 
@@ -22,14 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import pyarrow as pa
+    from confluent_kafka import Producer
     from pyspark.sql.types import StructType
 
+    from keylane.core.plan import Load
     from keylane.kafka.settings import KafkaSettings
     from keylane.spark.parcel import Parcel
 
 log = logging.getLogger("keylane.task")
 
 EARLIEST, LATEST = -2, -1
+_ENOUGH = 1000
+"""Messages that an epoch must have seen for its load to count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,9 @@ class RunPlan:
     starting: str | Mapping[int, int]
     epoch: float
     tasks: int
+    there: int
+    """Partitions that the topic had when the run began."""
+    order: str
     split: bool
     """Whether several tasks may share a partition."""
     sink_limit: int
@@ -91,6 +102,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # Made in the planner's process, where they are used; never pickled.
         self._cluster: Cluster | None = None
         self._settler: Settler | None = None
+        self._producer: Producer | None = None
+        self._view: State | None = None
+        self._viewed: list[int] = []
 
     # The planner.
 
@@ -123,13 +137,66 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
         """The next epoch; ``start`` again when everything there was is done."""
         self.commit(start)
-        cluster = self._connect()
-        starts = self._positions(cluster, start)
-        if self._target is not None and self._rested(starts, self._target):
-            return start
-        before = Plan.decode(start["plan"]) if "plan" in start else None
-        shared = make_plan(sorted(starts), self._plan.tasks, before=before, split=self._plan.split)
-        return _offset(start["epoch"] + 1, starts, shared)
+        plan, cluster = self._plan, self._connect()
+        there = cluster.partitions(plan.topic)
+        adopted = min(there, cluster.partitions(f"{plan.app}.state"))
+        partitions = range(adopted)
+        state = self._state(partitions)
+        until = None
+        if adopted < there:
+            moving = self._in_the_way(cluster, state, start, there)
+            if moving is None:  # nothing of the old layout is left to be done
+                cluster.ensure(f"{plan.app}.state", there, {})
+                log.warning("%s: the %d new partitions are read from now on", plan.topic, there - adopted)
+                partitions = range(there)
+                state = self._state(partitions)
+            elif not moving:
+                until = cluster.ends(plan.topic, partitions)
+            elif self._target is not None:
+                raise SettingsError(f"{_grown(plan.topic, adopted, there)}, and {moving}")
+            else:
+                log.warning("%s, and %s", _grown(plan.topic, adopted, there), moving)
+        starts = self._positions(cluster, start, partitions)
+        if self._target is not None:
+            if self._rested(state, starts, self._target):
+                return start
+            until = (
+                {p: min(self._target.get(p, 0), end) for p, end in until.items()} if until else self._target
+            )
+        tasks = int(state.wanted.get("tasks", plan.tasks))
+        shared = self._share_out(state, start, partitions, tasks)
+        offset = _offset(start["epoch"] + 1, starts) | {"plan": shared.encode(), "for": [tasks, there]}
+        if until is not None:
+            offset["until"] = {str(p): until.get(p, 0) for p in partitions}
+        self._tell(offset)
+        return offset
+
+    def _in_the_way(self, cluster: Cluster, state: State, start: dict[str, Any], there: int) -> str | None:
+        """What keeps new partitions from being read: a key that is in one of them now was in another one before.
+
+        None when nothing does. Empty when an epoch has to run up to where the old ones end now.
+        """
+        plan = self._plan
+        until = {int(p): int(end) for p, end in start.get("until", {}).items()}
+        partitions = sorted(self._viewed)
+        if sorted(until) != partitions:
+            return ""
+        found = cluster.committed(plan.app, plan.topic, partitions)
+        at = {p: offset for p, (offset, _) in found.items()}
+        if not self._rested(state, {p: at.get(p, 0) for p in partitions}, until):
+            return ""
+        stopped = [
+            record
+            for record in state.lanes.values()
+            if record.key is not None and partition_of(record.key, there) != record.partition
+        ]
+        if not stopped or plan.order != "key":
+            return None
+        names = ", ".join(repr(record.key) for record in stopped[:5])
+        return (
+            f"{len(stopped)} stopped lanes have their key there now ({names}): release, skip or redrive them, see "
+            f"'keylane lanes list {plan.app}'. Until then the new partitions are not read"
+        )
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
         """The epoch, cut into at most as many tasks as there are slots."""
@@ -138,9 +205,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.commit(start)  # an epoch that a crash cut off is planned again without being asked for
         plan = self._plan
         starts = {int(p): offset for p, offset in end["starts"].items()}
-        shared = (
-            Plan.decode(end["plan"]) if "plan" in end else make_plan(sorted(starts), plan.tasks, split=False)
-        )
+        until = {int(p): offset for p, offset in end["until"].items()} if "until" in end else None
         return [
             TaskPartition(
                 TaskPlan(
@@ -150,15 +215,14 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     settings=plan.settings,
                     starts={one.partition: starts[one.partition] for one in ranges},
                     cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
-                    until=None
-                    if self._target is None
-                    else {r.partition: self._target.get(r.partition, 0) for r in ranges},
+                    until=None if until is None else {one.partition: until[one.partition] for one in ranges},
                     seconds=plan.epoch,
                     sink_limit=plan.sink_limit,
                     outcomes=plan.outcomes,
+                    made_for=(end["for"][0], end["for"][1]),
                 )
             )
-            for task, ranges in enumerate(shared.tasks)
+            for task, ranges in enumerate(Plan.decode(end["plan"]).tasks)
         ]
 
     @patient
@@ -170,32 +234,64 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run)
             self._settler.settle(end["epoch"])
 
-    def _rested(self, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
-        """Whether everything up to the target is done, but what stands in lanes that have stopped."""
-        left = [p for p, end in target.items() if starts.get(p, 0) < end]
-        if not left:
-            return True
+    def _share_out(self, state: State, start: dict[str, Any], partitions: Sequence[int], tasks: int) -> Plan:
+        """The next epoch's plan, by the last one and the load that its tasks saw."""
+        before = Plan.decode(start["plan"]) if "plan" in start else None
+        loads: dict[int, Load] = {}
+        for partition, found in state.loads.items():
+            seen = [load for epoch, load in found.values() if epoch == start["epoch"]]
+            if seen and partition in partitions:
+                loads[partition] = tuple(map(sum, zip(*seen, strict=True)))
+        if sum(map(sum, loads.values())) < _ENOUGH:  # of a few messages nothing can be told
+            loads = {}
+        return make_plan(partitions, tasks, loads=loads, before=before, split=self._plan.split)
+
+    def _state(self, partitions: Sequence[int]) -> State:
+        """The state topic as it is now. The planner keeps its view of it."""
+        plan, cluster = self._plan, self._connect()
+        topic = f"{plan.app}.state"
+        if self._view is None or list(partitions) != self._viewed:
+            if self._view is not None:
+                self._view.close()
+            self._view = State(plan.settings, plan.app, topic, partitions, plan.run)
+            self._viewed = list(partitions)
+            self._view.restore()
+        else:
+            ends = cluster.ends(topic, partitions)
+            if not self._view.read_through({p: end - 1 for p, end in ends.items()}, 3 * TIMEOUT):
+                raise KafkaError(f"topic {topic!r} gives no answer")
+        return self._view
+
+    def _tell(self, offset: dict[str, Any]) -> None:
+        """Write the plan down, for people who ask for it."""
         plan = self._plan
-        state = State(plan.settings, plan.app, f"{plan.app}.state", left, plan.run)
-        try:
-            state.restore()
-        finally:
-            state.close()
-        rested = {
-            p: [slots for slots, end in state.rests.get(p, {}).items() if end >= target[p]] for p in left
-        }
-        return not any(ALL.without(slots) for slots in rested.values())
+        if self._producer is None:
+            self._producer = plan.settings.producer()
+        value = {"run": plan.run, "epoch": offset["epoch"], "at": time.time(), "tasks": offset["plan"]}
+        self._producer.produce(f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=0)
+        self._producer.poll(0)
+
+    @staticmethod
+    def _rested(state: State, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
+        """Whether everything up to the target is done, but what stands in lanes that have stopped."""
+        for partition, end in target.items():
+            if starts.get(partition, 0) < end:
+                rests = state.rests.get(partition, {})
+                if ALL.without(slots for slots, until in rests.items() if until >= end):
+                    return False
+        return True
 
     def _connect(self) -> Cluster:
         if self._cluster is None:
             self._cluster = Cluster(self._plan.settings)
         return self._cluster
 
-    def _positions(self, cluster: Cluster, start: dict[str, Any]) -> dict[int, int]:
+    def _positions(
+        self, cluster: Cluster, start: dict[str, Any], partitions: Sequence[int]
+    ) -> dict[int, int]:
         """Where each partition stands: the group's offset, else what the last epoch began with, else the beginning."""
         plan = self._plan
-        partitions = range(cluster.partitions(plan.topic))
-        positions = {int(p): int(offset) for p, offset in start["starts"].items()}
+        positions = {int(p): int(at) for p, at in start["starts"].items() if int(p) in partitions}
         missing = [p for p in partitions if p not in positions]
         if missing:  # partitions that were added to the topic: everything in them is new
             positions |= cluster.ends(plan.topic, missing, earliest=True)
@@ -223,6 +319,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results)
 
 
-def _offset(epoch: int, starts: Mapping[int, int], plan: Plan | None = None) -> dict[str, Any]:
-    offset: dict[str, Any] = {"epoch": epoch, "starts": {str(p): at for p, at in sorted(starts.items())}}
-    return offset if plan is None else offset | {"plan": plan.encode()}
+def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:
+    return {"epoch": epoch, "starts": {str(p): offset for p, offset in sorted(starts.items())}}
+
+
+def _grown(topic: str, before: int, now: int) -> str:
+    return f"topic {topic!r} has {now} partitions and had {before}"

@@ -1,0 +1,71 @@
+"""`keylane plan`: which task owns which slots of which partitions."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from keylane.cli.arguments import App, Bootstrap, Json, Options, client
+from keylane.cli.layout import counted
+from keylane.core.plan import Plan, make_plan
+from keylane.core.ring import ALL, SLOTS
+from keylane.errors import SettingsError
+from keylane.kafka.operator import Operator
+
+
+def plan(
+    name: App,
+    bootstrap: Bootstrap = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Show what the plan would be with so many tasks, instead of the one that runs."
+        ),
+    ] = None,
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Show which task owns which slots of which partitions, in the epoch that runs or ran last.
+
+    A partition that is named alone is one task's. Where several tasks share one, each has a range of its ring: the
+    slots from 0 to 65535 into which keys fall. Every key is in one slot, so it is one task's.
+
+    \b
+    keylane plan chat
+    keylane plan chat --json | jq '.tasks[0]'
+    keylane plan chat --tasks 8
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
+    with Operator(client(bootstrap, option), name) as operator:
+        found = operator.plan()
+    if found is None:
+        raise SettingsError(f"app {name!r} has not planned anything so far: it must run first")
+    shared = Plan.decode(found["tasks"])
+    if tasks is not None:
+        partitions = sorted({one.partition for task in shared.tasks for one in task})
+        shared = make_plan(partitions, tasks, before=shared)
+    if as_json:
+        typer.echo(json.dumps(_facts(name, found, shared, planned=tasks is None)))
+        return
+    when = f"epoch {found['epoch']}" if tasks is None else f"if there were {counted(tasks, 'task')}"
+    typer.echo(f"app {name}, {when}: {counted(len(shared.tasks), 'task')}")
+    for number, ranges in enumerate(shared.tasks):
+        owned = ", ".join(
+            f"partition {one.partition}"
+            if one.slots == ALL
+            else f"partition {one.partition} slots {one.slots} ({len(one.slots) / SLOTS:.0%})"
+            for one in ranges
+        )
+        typer.echo(f"  task {number}: {owned}")
+
+
+def _facts(name: str, found: dict[str, Any], shared: Plan, *, planned: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"app": name}
+    if planned:
+        facts |= {"run": found["run"], "epoch": found["epoch"], "at": found["at"]}
+    facts["tasks"] = [
+        [{"partition": one.partition, "first": one.slots.first, "last": one.slots.last} for one in task]
+        for task in shared.tasks
+    ]
+    return facts
