@@ -249,3 +249,15 @@ def test_who_wants_to_start_an_app_again_finds_out_that_another_has(log: Log, na
     subprocess.run([sys.executable, "-c", another, log.bootstrap, name], check=True, timeout=30)
     with pytest.raises(TakenOverError, match="was taken over by another run, started by"):
         check_still_ours(log.settings, name, f"{name}.state")
+
+
+def test_who_gives_up_in_the_middle_of_a_claim_is_in_nobodys_way(log: Log, app: str) -> None:
+    """Its transaction is open, and no claim of it can be read: nobody would know whom to fence."""
+    one = Owner(log.settings, app, "one")
+    one.scribe._client.put((f"{app}.state", b"half", b"a claim", 0))
+    one.scribe._client._producer.flush(5)
+    one.scribe.close()
+    other = Owner(log.settings, app, "other")
+    began = time.monotonic()
+    assert other.claim()
+    assert time.monotonic() - began < 5

@@ -211,6 +211,10 @@ class Scribe:
             if not self._exact:
                 self._sent.append(record)
 
+    def close(self) -> None:
+        """It is of no use any more. Blocks for a few seconds at most."""
+        self._client.give_up()
+
     def write(self, notes: Iterable[Note]) -> None:
         """Write records of the state topic in a transaction of their own, while nothing else is put. Blocks."""
         client = self._client

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class Seat:
     """One app's clients in this process. Used by one task at a time."""
 
-    def __init__(self, settings: KafkaSettings, app: App) -> None:
+    def __init__(self, settings: KafkaSettings, app: App, partitions: int) -> None:
         self.settings = settings
+        self._count = partitions
         exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
         self.consumer: Consumer = settings.consumer(app.name, **exact)
         introduce(self.consumer, app.source)
@@ -84,24 +85,28 @@ class Seat:
 
     def keep(self) -> None:
         """For the next task here."""
-        _seats[_place(self.settings, self._app)] = self
+        _seats[_place(self.settings, self._app, self._count)] = self
 
     def close(self) -> None:
         """Give everything up. A claim that still stands is fenced by whoever comes next."""
+        self.scribe.close()
         self.consumer.close()
         if self._state is not None:
             self._state.close()
 
 
-_Place = tuple[KafkaSettings, str, str, str]
+_Place = tuple[KafkaSettings, str, str, str, int]
 _seats: dict[_Place, Seat] = {}
 
 
-def _place(settings: KafkaSettings, app: App) -> _Place:
-    """Apps of one name that read other topics, or write in another way, need other clients."""
-    return settings, app.name, app.source, app.delivery
+def _place(settings: KafkaSettings, app: App, partitions: int) -> _Place:
+    """Apps of one name that read other topics, or more partitions, or write in another way, need other clients."""
+    return settings, app.name, app.source, app.delivery, partitions
 
 
-def take_seat(settings: KafkaSettings, app: App) -> Seat:
-    """The worker's seat: nobody else has it until it is kept again. Blocks. Raises KafkaError."""
-    return _seats.pop(_place(settings, app), None) or Seat(settings, app)
+def take_seat(settings: KafkaSettings, app: App, partitions: int) -> Seat:
+    """The worker's seat: nobody else has it until it is kept again. Blocks. Raises KafkaError.
+
+    ``partitions`` are those of the source: clients that were made when there were fewer do not know the others.
+    """
+    return _seats.pop(_place(settings, app, partitions), None) or Seat(settings, app, partitions)

@@ -158,7 +158,7 @@ class Task:
 
     async def _run(self) -> None:
         async with open_pipeline(self._app) as steps:
-            seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app)
+            seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app, self._plan.made_for[1])
             try:
                 await self._epoch(seat, steps)
             except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 LASTS = 60.0
 """Seconds after which the broker gives up on a transaction."""
+_SOON = 2.0
 _FENCED = (
     ClientError._FENCED,  # noqa: SLF001 - the client's public constant
     ClientError.PRODUCER_FENCED,
@@ -162,6 +165,19 @@ class Transactions:
             except KafkaException as error:
                 if error.args[0].fatal() or not error.args[0].retriable() or time.monotonic() > deadline:
                     raise self._useless(error) from error
+
+    def give_up(self) -> None:
+        """Abort what is open, if that can be done soon: until it times out, nobody can read past it."""
+        if not self.open:
+            return
+
+        def abort() -> None:
+            with contextlib.suppress(KafkaException):
+                self._producer.abort_transaction(_SOON)
+
+        aborting = threading.Thread(target=abort, name="keylane-abort", daemon=True)
+        aborting.start()
+        aborting.join(2 * _SOON)  # a client that hangs is left behind
 
     def _why(self, error: Any) -> str:
         """What went wrong before, when the client says only that something did."""
