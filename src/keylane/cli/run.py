@@ -44,6 +44,14 @@ def run(
     tasks: Annotated[
         int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")
     ] = None,
+    py_files: Annotated[
+        str | None,
+        typer.Option(
+            "--py-files",
+            metavar="FILES",
+            help="Modules for a cluster's executors: .py, .zip or .egg files, separated by commas.",
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Spark's checkpoint folder; a temporary one if not given.")
     ] = None,
@@ -77,6 +85,7 @@ def run(
     keylane run shop.orders:app --bootstrap localhost:9092
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
+    keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = Stopper(lambda line: say(console, line))
     console = Console(stderr=True)
@@ -90,7 +99,8 @@ def run(
             if v
         }
         folder = str(Path.cwd())
-        sys.path.insert(0, folder)
+        shipped = _files(py_files)
+        sys.path[:0] = [folder, *(str(file if file.suffix != ".py" else file.parent) for file in shipped)]
 
         from keylane.spark.options import Options  # noqa: PLC0415 - takes seconds to import; bad usage is told first
         from keylane.spark.parcel import Parcel, load  # noqa: PLC0415
@@ -105,7 +115,9 @@ def run(
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
 
         parcel = Parcel(reference=reference, path=(folder,))
-        runner = Runner(app, settings, parcel, given, master=master, stopper=stopper, console=console)
+        runner = Runner(
+            app, settings, parcel, given, master=master, files=shipped, stopper=stopper, console=console
+        )
         result = stopper.guard(runner.run)
     except AbandonedError as left:
         last_resort(left.code)
@@ -156,6 +168,16 @@ def _conclude(console: Console, app: str, bootstrap: str, result: Result, *, qui
             f"See: keylane lanes list {app} --bootstrap {bootstrap}",
             "bold red",
         )
+
+
+def _files(names: str | None) -> list[Path]:
+    found = [Path(name.strip()).resolve() for name in (names or "").split(",") if name.strip()]
+    for file in found:
+        if file.suffix not in (".py", ".zip", ".egg"):
+            raise SettingsError(f"--py-files {file.name}: needs .py, .zip or .egg files")
+        if not file.is_file():
+            raise SettingsError(f"--py-files: there is no file {file}")
+    return found
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from keylane.spark.session import session
 from keylane.spark.supervisor import supervise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from pyspark.sql import SparkSession
     from rich.console import Console
 
@@ -76,6 +79,7 @@ class Runner:
         given: dict[str, Any],
         *,
         master: str,
+        files: Sequence[Path] = (),
         stopper: Stopper,
         console: Console,
     ) -> None:
@@ -84,6 +88,7 @@ class Runner:
         self._parcel = parcel
         self._given = given
         self._master = master
+        self._files = files
         self._stopper = stopper
         self._console = console
         self._spark: SparkSession | None = None
@@ -181,6 +186,8 @@ class Runner:
         with jvm.noted():
             spark = session(self._master, f"keylane {self._app.name}")
         jvm.silence(spark)
+        for file in self._files:
+            spark.sparkContext.addPyFile(str(file))
         return spark
 
     def _say(self, line: str) -> None:
