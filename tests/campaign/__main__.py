@@ -35,6 +35,7 @@ for example:
   python -m campaign --seed 701 --delivery at_least_once    one of them again, with its story
   python -m campaign --seeds 3 --json found.json --keep /tmp/found
 
+With KEYLANE_CAMPAIGN_PARTITIONS=1 the source has one partition, which two tasks share (4 if it is not set).
 It needs tests/ and src/ on PYTHONPATH; `make soak` and `make replay-fault SEED=701` see to that."""
 
 

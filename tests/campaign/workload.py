@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMMIT_INTERVAL = 1.0
 _COMMIT_INTERVAL_ONCE = 0.2  # results are seen when they are committed: nobody would wait for a second
-PARTITIONS = 4
+PARTITIONS = int(os.environ.get("KEYLANE_CAMPAIGN_PARTITIONS", "4"))
 _SLOWEST = 0.03
 _FLAKY = 0.03
 _POISON = 0.005
