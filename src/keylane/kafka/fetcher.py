@@ -97,6 +97,8 @@ class Fetcher:
         self._until = dict(until) if until is not None else None
         self._crowded = crowded
         self._capacity = capacity
+        self.room = capacity
+        """Messages that there is room for: fewer than the capacity when they are large. Written by the thread."""
         self._mean_size = 0.0
         self._full_since = 0.0
         self.shares = {p: Share(next=offset) for p, offset in starts.items()}
@@ -203,6 +205,7 @@ class Fetcher:
         room, held, most, open_ = self._capacity, 0, None, 0
         if self._mean_size * room > MAX_BYTES:
             room = max(2, int(MAX_BYTES / self._mean_size))
+        self.room = room
         for partition, share in self.shares.items():
             now = share.held
             if share.paused_at:

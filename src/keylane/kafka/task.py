@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from keylane.engine import skew
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
@@ -174,6 +175,7 @@ class Task:
             fetch=rereader.request,
             let_go=self._let_go,
             progress=lambda partition: self._books.watermarks[partition].progress(),
+            room=lambda: fetcher.room,
         )
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen
@@ -201,6 +203,7 @@ class Task:
             loop.create_task(self._pump(engine, output)),
             loop.create_task(self._write_now_and_then(seat, state, claims)),
             loop.create_task(self._collect_garbage(engine)),
+            loop.create_task(self._watch_skew(engine)),
             loop.create_task(desk.run()),
             loop.create_task(graveyard.ship()),
         ]
@@ -455,6 +458,12 @@ class Task:
             if engine.held < _COLLECT_BELOW or time.monotonic() - last > _COLLECT_AT_LEAST:
                 gc.collect()
                 last = time.monotonic()
+
+    @staticmethod
+    async def _watch_skew(engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(skew.EVERY)
+            engine.skew.look(time.monotonic())
 
     async def _until_over(
         self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, claims: Claims
