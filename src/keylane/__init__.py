@@ -11,6 +11,7 @@ from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
 from keylane.errors import (
+    DeliveryError,
     FloodError,
     KafkaError,
     KeylaneError,
@@ -18,8 +19,10 @@ from keylane.errors import (
     ResourceError,
     SettingsError,
     Transient,
+    Undelivered,
 )
 from keylane.message import Message
+from keylane.publisher import Delivered, Publisher
 
 __version__ = "0.1.0"
 
@@ -28,6 +31,8 @@ __all__ = [
     "Breaker",
     "CircuitState",
     "DeadLetter",
+    "Delivered",
+    "DeliveryError",
     "FloodError",
     "FloodGuard",
     "HotKey",
@@ -37,8 +42,10 @@ __all__ = [
     "Message",
     "Outcome",
     "Poison",
+    "Publisher",
     "ResourceError",
     "Retry",
     "SettingsError",
     "Transient",
+    "Undelivered",
 ]
