@@ -277,6 +277,7 @@ def test_the_hot_key_is_named_once_a_minute_with_its_share_and_its_partition(
     async def main() -> None:
         engine = await started(app)
         for at in range(0, 4000, 250):
+            engine.skew.arrived(some[at : at + 250])
             engine.accept(some[at : at + 250])
         engine.skew.look(100.0)
         engine.skew.look(105.0)

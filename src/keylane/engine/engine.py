@@ -194,7 +194,6 @@ class Engine:
         """Queue records, in the order of their partitions, into their lanes."""
         arrive, now, kept = self.table.arrive, self.now(), self._kept
         look = self.seen.arrived if self.seen.active else None
-        self.skew.arrived(records)
         for record in records:
             delivery = Delivery(record, self)
             if kept:

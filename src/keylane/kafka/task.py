@@ -348,6 +348,8 @@ class Task:
 
     def _accept(self, engine: Engine, batch: Batch) -> None:
         records = batch.records
+        if records:  # once for all partitions: by each of them it would cost three times as much
+            engine.skew.arrived(records)
         by_partition: dict[int, list[Record]] = {}
         for record in records:
             partition = record.partition()
