@@ -341,10 +341,13 @@ class Task:
                 part.missing[0],
             )
             self._books.watermarks[part.partition].done(part.missing)
+            self._shares[part.partition].away -= len(part.missing)
         engine.returned(part.ticket, part.records, len(part.missing))
 
     def _let_go(self, partition: int, count: int) -> None:
-        self._shares[partition].done += count
+        share = self._shares[partition]
+        share.done += count
+        share.away += count
 
     def _accept(self, engine: Engine, batch: Batch) -> None:
         records = batch.records
