@@ -14,10 +14,14 @@ from uuid import UUID
 from keylane.message import EVENT_ID, EVENT_TYPE, EVENT_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from keylane.message import Headers
 
+    MoreHeaders = Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None]
+
+BY_FUNCTION: Any = object()
+"""Stands for a key that was left out, where None means that there is none."""
 KeyLike = str | bytes | int | UUID
 _OWN = {EVENT_ID: "event_id", EVENT_TYPE: "type", EVENT_VERSION: "version"}
 
@@ -38,6 +42,66 @@ class Event:
         """Bytes of key, value and headers."""
         carried = sum(len(name) + len(content or b"") + 8 for name, content in self.headers)
         return len(self.value or b"") + len(self.key or b"") + carried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a publisher makes events of values. What the functions take out of a value, a call may give instead."""
+
+    topic: str
+    key: Callable[[Any], KeyLike | None] | None
+    event_id: Callable[[Any], str] | None
+    type: str | Callable[[Any], str | None] | None
+    version: int | Callable[[Any], int | None] | None
+    encode: Callable[[Any], bytes | None]
+    keyless: bool
+    limit: int
+    """Bytes that an event may have."""
+
+    def event(
+        self,
+        value: Any,
+        key: KeyLike | None,
+        event_id: str | None,
+        kind: str | None,
+        version: int | None,
+        headers: MoreHeaders,
+        timestamp: int | None,
+    ) -> Event:
+        """Raises TypeError or ValueError for what can never be sent."""
+        if key is BY_FUNCTION:
+            key = self.key(value) if self.key is not None else None
+        if key is None and not self.keyless:
+            raise ValueError(
+                f"a message for topic {self.topic!r} has no key, so nothing keeps its order: give it one with "
+                "send(value, key=…) or Publisher(…, key=function); or say that none is meant: "
+                "Publisher(…, keyless=True)"
+            )
+        if event_id is None:
+            event_id = self.event_id(value) if self.event_id is not None else new_event_id()
+        if kind is None:
+            kind = self.type(value) if callable(self.type) else self.type
+        if version is None:
+            version = self.version(value) if callable(self.version) else self.version
+        encoded = self.encode(value)
+        if encoded is not None and not isinstance(encoded, bytes):
+            raise TypeError(
+                f"encode of Publisher({self.topic!r}) returned {encoded!r}; it has to be bytes, or None for a null "
+                "value"
+            )
+        event = Event(
+            event_id=event_id,
+            key=None if key is None else encode_key(key),
+            value=encoded,
+            headers=event_headers(event_id, kind, version, headers),
+            timestamp=0 if timestamp is None else int(timestamp),
+        )
+        if event.size > self.limit:
+            raise ValueError(
+                f"event {event_id} of {event.size:,} bytes is larger than topic {self.topic!r} takes "
+                f"(max.message.bytes less overhead: {self.limit:,})"
+            )
+        return event
 
 
 def new_event_id() -> str:
@@ -88,7 +152,7 @@ def event_headers(
     event_id: object,
     kind: object,
     version: object,
-    more: Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None],
+    more: MoreHeaders,
 ) -> Headers:
     """The event's own headers, then the others. Raises TypeError or ValueError for what they cannot be."""
     if not isinstance(event_id, str) or not event_id:

@@ -16,25 +16,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keylane.errors import DeliveryError, KafkaError, SettingsError, Undelivered
-from keylane.event import Event, encode_key, encode_value, event_headers, new_event_id
+from keylane.event import BY_FUNCTION, Form, encode_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
-    from keylane.event import KeyLike
+    from keylane.event import Event, KeyLike, MoreHeaders
 
     Then = Callable[["Delivered | DeliveryError"], None]
-    MoreHeaders = Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None]
 
 log = logging.getLogger("keylane.publisher")
 
 _KNOWN = ("key", "event_id", "type", "version", "encode", "keyless", "timeout", "bootstrap")
 _POLL = 0.1
 _FULL = 0.005
-_BY_FUNCTION: Any = object()
-"""Stands for a key that was left out, where None means that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,36 +104,41 @@ class Publisher:
         for name, function in (("key", key), ("event_id", event_id), ("encode", encode)):
             if function is not None and not callable(function):
                 raise SettingsError(
-                    f"Publisher({topic!r}): {name}={function!r} is no function; it is given a value. "
-                    f"For one message: send(value, {name}=…)"
+                    f"Publisher({topic!r}): {name}={function!r} is no function, which would be given the value"
+                    + (f". For one message: send(value, {name}=…)" if name != "encode" else "")
                 )
         if timeout.__class__ not in (int, float) or not 0 < timeout <= 86_400:
             raise SettingsError(
                 f"Publisher({topic!r}): timeout={timeout!r}: needs seconds, more than 0, up to a day"
             )
         self.topic = topic
-        self._key, self._event_id, self._type, self._version = key, event_id, type, version
-        self._encode = encode or encode_value
-        self._keyless = keyless
-        self._timeout = float(timeout)
         settings = given_settings(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
         cluster.partitions(topic)
         try:
-            self._limit = int(cluster.setting(topic, "max.message.bytes")) - RECORD_OVERHEAD
+            limit = int(cluster.setting(topic, "max.message.bytes")) - RECORD_OVERHEAD
         except KafkaError:  # it may write there, and not ask about it: the broker decides
-            self._limit = 1 << 31
+            limit = 1 << 31
+        self._form = Form(
+            topic=topic,
+            key=key,
+            event_id=event_id,
+            type=type,
+            version=version,
+            encode=encode or encode_value,
+            keyless=keyless,
+            limit=limit,
+        )
         room: dict[str, Any] = {
             "queue.buffering.max.messages": 100_000,
             "queue.buffering.max.kbytes": 262_144,
         }
         for name, _ in settings.extra:
             room.pop(name, None)
-        self._producer = settings.producer(**{"message.timeout.ms": int(self._timeout * 1000)}, **room)
+        self._producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)}, **room)
         self._pid = os.getpid()
-        self._lock = (
-            threading.Lock()
-        )  # over what follows, and over the order in which messages are handed over
+        # Over what follows, and over the order in which messages are handed over.
+        self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)
         self._open = 0
         self._undelivered: list[Undelivered] = []
@@ -151,7 +153,7 @@ class Publisher:
         self,
         value: Any,
         *,
-        key: Any = _BY_FUNCTION,
+        key: Any = BY_FUNCTION,
         event_id: str | None = None,
         type: str | None = None,  # noqa: A002
         version: int | None = None,
@@ -165,7 +167,7 @@ class Publisher:
         Raises TypeError or ValueError for what cannot be sent: nothing is sent then, and the publisher goes on. Raises
         :class:`DeliveryError` when an earlier message was not delivered.
         """
-        event = self._event(value, key, event_id, type, version, headers, timestamp)
+        event = self._form.event(value, key, event_id, type, version, headers, timestamp)
         while not self._hand_over(event, None):
             time.sleep(_FULL)
         return event.event_id
@@ -174,7 +176,7 @@ class Publisher:
         self,
         value: Any,
         *,
-        key: Any = _BY_FUNCTION,
+        key: Any = BY_FUNCTION,
         event_id: str | None = None,
         type: str | None = None,  # noqa: A002
         version: int | None = None,
@@ -185,7 +187,7 @@ class Publisher:
 
         Calls that run at the same time are sent in the order in which they began.
         """
-        event = self._event(value, key, event_id, type, version, headers, timestamp)
+        event = self._form.event(value, key, event_id, type, version, headers, timestamp)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Delivered] = loop.create_future()
 
@@ -249,9 +251,9 @@ class Publisher:
         except DeliveryError as undelivered:
             if error is None:
                 raise
-            if not isinstance(
-                error, DeliveryError
-            ):  # the block's own error counts, but nothing goes without a word
+            # The block's own error counts, but nothing goes without a word.
+            told = error.undelivered if isinstance(error, DeliveryError) else ()
+            if len(undelivered.undelivered) > len(told):
                 log.error("%s", undelivered)  # noqa: TRY400 - where it was raised tells nothing
 
     async def __aenter__(self) -> Self:
@@ -262,58 +264,13 @@ class Publisher:
     ) -> None:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
-    def _event(
-        self,
-        value: Any,
-        key: KeyLike | None,
-        event_id: str | None,
-        kind: str | None,
-        version: int | None,
-        headers: MoreHeaders,
-        timestamp: int | None,
-    ) -> Event:
-        if key is _BY_FUNCTION:
-            key = self._key(value) if self._key is not None else None
-        if key is None and not self._keyless:
-            raise ValueError(
-                f"a message for topic {self.topic!r} has no key, so nothing keeps its order: give it one with "
-                "send(value, key=…) or Publisher(…, key=function); or say that none is meant: "
-                "Publisher(…, keyless=True)"
-            )
-        if event_id is None:
-            event_id = self._event_id(value) if self._event_id is not None else new_event_id()
-        if kind is None:
-            kind = self._type(value) if callable(self._type) else self._type
-        if version is None:
-            version = self._version(value) if callable(self._version) else self._version
-        encoded = self._encode(value)
-        if encoded is not None and not isinstance(encoded, bytes):
-            raise TypeError(
-                f"encode of Publisher({self.topic!r}) returned {encoded!r}; it has to be bytes, or None for a null "
-                "value"
-            )
-        event = Event(
-            event_id=event_id,
-            key=None if key is None else encode_key(key),
-            value=encoded,
-            headers=event_headers(event_id, kind, version, headers),
-            timestamp=0 if timestamp is None else int(timestamp),
-        )
-        if event.size > self._limit:
-            raise ValueError(
-                f"event {event_id} of {event.size:,} bytes is larger than topic {self.topic!r} takes "
-                f"(max.message.bytes less overhead: {self._limit:,})"
-            )
-        return event
-
     # Handing over, and what comes of it.
 
     def _hand_over(self, event: Event, then: Then | None) -> bool:
         """Whether there was room. Raises when nothing more may be sent."""
         self._mine()
-        produce: Any = (
-            self._producer.produce
-        )  # its stub asks for headers of a wider type, which lists are not
+        # Its stub asks for headers of a wider type, which lists are not.
+        produce: Any = self._producer.produce
         with self._lock:
             if self._undelivered:
                 raise self._error(list(self._undelivered))

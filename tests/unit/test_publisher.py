@@ -351,6 +351,25 @@ def test_a_with_block_raises_what_was_not_delivered_and_hides_no_other_error(
     assert "a message was not delivered to topic 'orders'" in caplog.text
 
 
+def test_an_error_that_the_block_raised_does_not_hide_others(
+    clients: list[Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with Publisher("orders", key=lambda _: "k") as orders:
+            clients[0].hold = True
+            clients[0].bad = {b"bad"}
+            waiting = asyncio.create_task(orders.deliver(b"bad"))
+            await asyncio.sleep(0.01)
+            orders.send(b"behind it", event_id="e2")
+            clients[0].hold = False
+            await waiting
+
+    with pytest.raises(DeliveryError) as raised:
+        asyncio.run(main())
+    assert len(raised.value.undelivered) == 1
+    assert "2 messages were not delivered" in caplog.text
+
+
 def test_a_closed_publisher_takes_nothing(clients: list[Client]) -> None:
     with Publisher("orders") as orders:
         pass

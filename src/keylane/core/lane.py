@@ -146,14 +146,11 @@ class LaneTable(Generic[E]):
         self.closed = False
         self._anonymous = 0
         self._sleeping: list[Lane[E]] = []
-        self._earns = (
-            retry_share / (1 - retry_share) if retry_share < 1 else 0.0
-        )  # of a turn, by each of another
-        self._credit = 0.0  # turns that retries may take before others
+        # A turn of another earns retries so much of one; what they have earned they take before others.
+        self._earns = retry_share / (1 - retry_share) if retry_share < 1 else 0.0
+        self._credit = 0.0
         self._woken = self.again if retry_share < 1 else self.ready
-        self._portions: dict[
-            Lane[E], int
-        ] = {}  # entries that a lane takes back at once, when it is not the usual
+        self._portions: dict[Lane[E], int] = {}  # entries that a lane takes back at once, if not RETURN
         self._let_go = let_go
         self._fetch = fetch
 
