@@ -115,7 +115,11 @@ def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
     assert relief.watching
     for _ in range(10):
         pass_one(table)
-    (excess,) = relief.look(table.lanes.values(), 1.5, 2000)
+    assert relief.look(table.lanes.values(), 1.5, 2000) == [], "it waits for its turn: others hold it up"
+    for _ in range(10):
+        pass_one(table)
+    table.take()
+    (excess,) = relief.look(table.lanes.values(), 1.75, 2000)
     assert excess.keep == 40, "a second of what it did lately"
     assert excess.portion == 125, "a sixteenth of the room"
 

@@ -71,7 +71,9 @@ class Relief(Generic[E]):
             if length <= 2 * floor:
                 continue
             keep = max(floor, int(SOON * (count - left) / seconds))
-            if tail is not None and length > 2 * keep:
+            # One that waits for its turn is held up by others, not by what it does: it would be quick without them.
+            slow = tail is not None and lane.state is not LaneState.READY
+            if slow and length > 2 * keep:
                 found.append(Excess(lane, keep, max(floor, min(most, 4 * keep))))
             else:
                 self._marks[lane] = lane.tail, length
