@@ -14,7 +14,10 @@ when the broker wrote its result. The app's capacity is small, so that the backl
 the room there is, within seconds; with the usual capacity that takes minutes. Every result is checked: each message
 once, in the order of its key. The next load begins when all results of the last one are there.
 
-Exit code 0: the cold lanes' p99 is within 20% of the uniform load's (medians over the rounds), the hottest key was
+Other work on the machine shows in the p99 of a whole load, in either kind. So the loads are compared by the p99 of
+every single second, of which the median is taken: what holds up lanes all the time shows there, a hiccup does not.
+
+Exit code 0: that of the cold lanes is within 20% of the uniform load's (medians over the rounds), the hottest key was
 named in the app's log, and every result was sound. Prints a table and a line of JSON.
 """
 
@@ -32,6 +35,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, TopicPartition
@@ -102,17 +106,24 @@ class Latency:
 
     count: int
     p50: float
+    second: float
+    """The median of the p99 of every second."""
     p99: float
     max: float
 
     @classmethod
-    def of(cls, found: list[float]) -> Latency:
-        """All zero for none."""
+    def of(cls, found: list[tuple[float, float]]) -> Latency:
+        """From the milliseconds at which messages were due, and how long they took; all zero for none."""
+        took = [late for _, late in found]
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for due, late in found:
+            seconds[int(due // 1000)].append(late)
         return cls(
             count=len(found),
-            p50=percentile(found, 0.5),
-            p99=percentile(found, 0.99),
-            max=max(found, default=0.0),
+            p50=percentile(took, 0.5),
+            second=median(percentile(each, 0.99) for each in seconds.values()) if seconds else 0.0,
+            p99=percentile(took, 0.99),
+            max=max(took, default=0.0),
         )
 
 
@@ -215,7 +226,7 @@ class Ground:
         cold_from = next(n for n in range(1, settings.keys + 1) if settings.share(kind, n) < COLD)
         first: float | None = None
         sequences: dict[bytes, int] = defaultdict(int)
-        groups: dict[str, list[float]] = {"cold": [], "warm": [], "hot": []}
+        groups: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": [], "hot": []}
         hottest: list[float] = []
         for key, value, at in self._read(begins, messages):
             sequence, due_us, event_id = parse_value(value)
@@ -231,7 +242,7 @@ class Ground:
             if rank == 1:
                 hottest.append(at)
             if due - first >= 1000 * _SKIP:
-                groups[group].append(at - due)
+                groups[group].append((due, at - due))
         took = max(hottest) - min(hottest) if len(hottest) > 1 else 0
         return Run(
             kind=kind,
@@ -279,8 +290,8 @@ def measure(
                 runs.append(run)
                 hottest = f", the hottest key {run.hot_per_second:.0f}/s" if kind == "zipf" else ""
                 say(
-                    f"round {number + 1}/{rounds}, {kind}: cold lanes p50 {run.cold.p50:.0f} ms, "
-                    f"p99 {run.cold.p99:.0f} ms{hottest}"
+                    f"round {number + 1}/{rounds}, {kind}: cold lanes p50 {run.cold.p50:.0f} ms, p99 of a second "
+                    f"{run.cold.second:.0f} ms, of all {run.cold.p99:.0f} ms{hottest}"
                 )
         app.stop()
     named = [
@@ -301,8 +312,8 @@ def table(settings: Settings, runs: Sequence[Run], named: Sequence[str]) -> str:
     lines = [
         what,
         "",
-        "| load | lanes | messages | p50, ms | p99, ms | max, ms |",
-        "|---|---|---|---|---|---|",
+        "| load | lanes | messages | p50, ms | p99 of a second, ms | p99 of all, ms | max, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     rows = (
         ("uniform", "cold", "all"),
@@ -314,12 +325,13 @@ def table(settings: Settings, runs: Sequence[Run], named: Sequence[str]) -> str:
         found: list[Latency] = [getattr(run, group) for run in runs if run.kind == kind]
         if not any(one.count for one in found):
             continue
-        spreads = [Spread.of([getattr(one, name) for one in found]) for name in ("p50", "p99", "max")]
+        columns = ("p50", "second", "p99", "max")
+        spreads = [Spread.of([getattr(one, name) for one in found]) for name in columns]
         figures = " | ".join(f"{s.median:,.0f} ({s.low:,.0f} to {s.high:,.0f})" for s in spreads)
         lines.append(f"| {kind} | {title} | {found[0].count:,} | {figures} |")
     worse, hottest = change(runs), Spread.of([run.hot_per_second for run in runs if run.kind == "zipf"])
     verdict = (
-        f"Cold lanes' p99 beside the uniform load: {worse:+.0%}; within {ALLOWED:.0%}: "
+        f"Cold lanes' p99 of a second beside the uniform load: {worse:+.0%}; within {ALLOWED:.0%}: "
         f"**{'yes' if worse <= ALLOWED else 'NO'}**. The hottest lane did {hottest.median:.0f} per second. "
         f"Named in the log: {', '.join(named) or '**nobody**'}. Results: each once, in order."
     )
@@ -335,9 +347,9 @@ def table(settings: Settings, runs: Sequence[Run], named: Sequence[str]) -> str:
 
 
 def change(runs: Sequence[Run]) -> float:
-    """How much worse the cold lanes' p99 is than the uniform load's: 0.02 is 2% worse."""
-    p99 = {k: Spread.of([r.cold.p99 for r in runs if r.kind == k]).median for k in ("uniform", "zipf")}
-    return p99["zipf"] / p99["uniform"] - 1
+    """How much worse the cold lanes' p99 of a second is than the uniform load's: 0.02 is 2% worse."""
+    found = {k: Spread.of([r.cold.second for r in runs if r.kind == k]).median for k in ("uniform", "zipf")}
+    return found["zipf"] / found["uniform"] - 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
