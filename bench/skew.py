@@ -294,10 +294,13 @@ def measure(
                     f"{run.cold.second:.0f} ms, of all {run.cold.p99:.0f} ms{hottest}"
                 )
         app.stop()
-    named = [
-        f"{key} ({share}% of partition {p}'s task)" for key, p, share in _NAMED.findall(app.log.read_text())
+    most: dict[tuple[str, str], int] = {}
+    for key, partition, share in _NAMED.findall(app.log.read_text()):
+        most[key, partition] = max(most.get((key, partition), 0), int(share))
+    return runs, [
+        f"{key} (up to {share}% of what the task of partition {partition} read)"
+        for (key, partition), share in most.items()
     ]
-    return runs, list(dict.fromkeys(named))
 
 
 def table(settings: Settings, runs: Sequence[Run], named: Sequence[str]) -> str:
