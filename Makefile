@@ -25,6 +25,7 @@ lint: dev-env ## ruff and mypy
 bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.blocked
+	$(BIN)/python -m bench.skew
 
 soak: dev-env ## the long campaigns: random cases, many seeds, faults (SEEDS=1000)
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py

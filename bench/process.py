@@ -51,7 +51,8 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.log.parent,
-                env=os.environ | {"PYTHONPATH": str(_ROOT)},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join((str(_ROOT), os.environ.get("PYTHONPATH", "")))},
                 start_new_session=True,
             )
         return self

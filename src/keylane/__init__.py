@@ -5,11 +5,13 @@ from __future__ import annotations
 from keylane.app import App
 from keylane.core.breaker import Breaker, CircuitState
 from keylane.core.flood import FloodGuard
+from keylane.core.hot import HotKey
 from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
 from keylane.errors import (
+    DeliveryError,
     FloodError,
     KafkaError,
     KeylaneError,
@@ -17,8 +19,10 @@ from keylane.errors import (
     ResourceError,
     SettingsError,
     Transient,
+    Undelivered,
 )
 from keylane.message import Message
+from keylane.publisher import Delivered, Publisher
 
 __version__ = "0.1.0"
 
@@ -27,16 +31,21 @@ __all__ = [
     "Breaker",
     "CircuitState",
     "DeadLetter",
+    "Delivered",
+    "DeliveryError",
     "FloodError",
     "FloodGuard",
+    "HotKey",
     "Idempotency",
     "KafkaError",
     "KeylaneError",
     "Message",
     "Outcome",
     "Poison",
+    "Publisher",
     "ResourceError",
     "Retry",
     "SettingsError",
     "Transient",
+    "Undelivered",
 ]

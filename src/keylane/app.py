@@ -88,8 +88,10 @@ class App:
     ``on_failure`` is what happens to a message that fails for good, and to its lane: ``"skip"`` makes it a dead letter
     and goes on, ``"block"`` stops the lane until an operator acts, ``"block_and_dlq"`` does so and archives a copy,
     ``"park"`` sends it and everything that follows it in its lane to the dead letters, to be redriven in order.
-    ``retry`` says when that is; ``classify`` is asked first what kind of failure an exception is. ``flood`` stops
-    the app when most messages fail for good: an outage or a bug, not a few bad messages (None: never).
+    ``retry`` says when that is; ``classify`` is asked first what kind of failure an exception is. ``retry_share`` is
+    how much of a stage's ``limit``, and of the turns when more lanes are ready than can run, retries may take at
+    most; the rest is left for messages that run for the first time. ``flood`` stops the app when most messages fail
+    for good: an outage or a bug, not a few bad messages (None: never).
     ``idempotency`` is how far back an event that was sent twice is recognised: the second one does not run (None: it
     does). ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their
     topic does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
@@ -119,6 +121,7 @@ class App:
         delivery: Delivery = "at_least_once",
         commit: Commit = "live",
         retry: Retry | None = None,
+        retry_share: float = 0.5,
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
         idempotency: Idempotency | None = Idempotency(),  # noqa: B008 - frozen
@@ -160,6 +163,12 @@ class App:
         self.order = _order(name, order, on_failure)
         self.on_failure = on_failure
         self.retry = _retry(f"App {name!r}", retry) or Retry()
+        if type(retry_share) not in (int, float) or not 0 < retry_share <= 1:
+            raise SettingsError(
+                f"App {name!r}: retry_share={retry_share!r}: needs a number above 0 and up to 1 "
+                "(1: retries are like all others)"
+            )
+        self.retry_share = float(retry_share)
         self.classify = _rule(f"App {name!r}", classify)
         if flood is not None and not isinstance(flood, FloodGuard):
             raise SettingsError(
@@ -329,6 +338,10 @@ class App:
     def on_breaker(self, function: F, /) -> F:
         """Called as ``(stage, state)`` when a stage's breaker changes; ``state`` is a ``CircuitState``."""
         return self._hook("breaker", function, 2)
+
+    def on_hot(self, function: F, /) -> F:
+        """Called as ``(hot,)`` with a :class:`HotKey` whose lane falls behind; once a minute for each key at most."""
+        return self._hook("hot", function, 1)
 
     def _hook(self, name: str, function: F, takes: int) -> F:
         """Hooks are plain functions, called on the task's loop: quick, and what they raise changes nothing."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class KeylaneError(Exception):
@@ -15,6 +20,25 @@ class SettingsError(KeylaneError):
 
 class KafkaError(KeylaneError):
     """The broker, a topic or the client refused; says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undelivered:
+    """A message that a publisher could not deliver, as it was to be sent."""
+
+    event_id: str
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+    why: str
+
+
+class DeliveryError(KafkaError):
+    """A publisher's messages were not delivered; ``undelivered`` are all of them, in the order of their failures."""
+
+    def __init__(self, message: str, undelivered: Sequence[Undelivered] = ()) -> None:
+        super().__init__(message)
+        self.undelivered = tuple(undelivered)
 
 
 class AbortedError(KafkaError):

@@ -80,11 +80,11 @@ def test_an_executor_that_is_killed_loses_nothing_and_the_rest_goes_on(
         assert (code, facts["lag"]) == (0, 0), last.lines
     events = read_history(history)
     check(events, sent=sent, allow_repeats=1).raise_if_bad()
-    last = {event.partition: event.owner for event in events.events if event.seq < killed}
+    owners = {event.partition: event.owner for event in events.events if event.seq < killed}
     again = [
         event.seq - killed
         for event in events.events
-        if event.seq > killed and event.owner != last[event.partition]
+        if event.seq > killed and event.owner != owners[event.partition]
     ]
     with capsys.disabled():
         print(f"\nexecutor killed: its partitions went on after {min(again) / 1e9:.1f} s")  # noqa: T201

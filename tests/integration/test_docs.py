@@ -8,11 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
 
 from keylane.cli.main import app
+
+if TYPE_CHECKING:
+    from keylane.broker import Broker
+    from support import Log
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +88,22 @@ def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
         (snippet,) = blocks(document, "python")
         (tmp_path / "snippet.py").write_text(snippet)
         run([sys.executable, "snippet.py"], tmp_path)
+
+
+def test_the_snippet_about_publishing_runs(tmp_path: Path, broker: Broker, log: Log) -> None:
+    (snippet,) = blocks("docs/publishing.md", "python")
+    log.create("orders", partitions=3)
+    (tmp_path / "snippet.py").write_text(snippet)
+    told = run([sys.executable, "snippet.py"], tmp_path, KEYLANE_BOOTSTRAP=broker.bootstrap)
+    rows = log.read("orders")
+    mine = [row for row in rows if row.key == b"o-1"]
+    assert [(row.header("event-type"), row.header("event-version")) for row in mine] == [
+        (b"OrderPlaced", b"1"),
+        (b"OrderPlaced", b"2"),
+    ]
+    assert mine[1].header("event-id") == b"o-1/2"
+    (other,) = (row for row in rows if row.key == b"o-2")
+    assert told.split()[:2] == [str(other.partition), str(other.offset)]
 
 
 def test_every_test_that_the_guarantees_name_is_there() -> None:

@@ -42,7 +42,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Table()
+        self.table = Table(retry_share=0.4)
         self.numbers = count()
         self.now = 0.0
         self.arrived: dict[object, list[Item]] = {}
@@ -165,8 +165,8 @@ class LanesAgainstLists(RuleBasedStateMachine):
         assert table.running == len(self.running)
         assert table.unsettled == len(self.waiting)
         assert table.next_due() == min(self.sleeping.values(), default=None)
-        ready = [lane.head.group for lane in table.ready if lane.head]
-        assert len(ready) == len(table.ready) == len(set(ready))
+        ready = [lane.head.group for lane in (*table.ready, *table.again) if lane.head]
+        assert len(ready) == table.statistics().ready == len(set(ready))
         assert set(ready) == self.runnable
         assert table.quiet == (not self.running and not ready and not self.sleeping)
 
@@ -297,6 +297,12 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
         back = [Item(number, key) for number in offsets if number not in gone]
         self.table.returned(lane, back, len(gone))
         self.let_go_of -= len(offsets)
+
+    @rule(key=st.sampled_from([b"a", b"b"]), keep=st.integers(1, 4), portion=st.integers(1, 3))
+    def has_too_many(self, key: bytes, keep: int, portion: int) -> None:
+        lane = self.table.lanes.get(key)
+        if lane is not None and lane.head is not None and lane.state is not LaneState.RETURNING:
+            self.table.relieve(lane, keep, portion)
 
     @rule(key=st.sampled_from([b"a", b"b"]), number=st.integers(1, 3))
     def redrive(self, key: bytes, number: int) -> None:

@@ -11,8 +11,13 @@ From ``first`` up to ``head`` lie entries whose results were handed over and are
 Entries become done in lane order, even when acknowledgements arrive in another: what runs again after a
 crash is therefore always the end of a lane, never a message in the middle of it.
 
-A lane that has been stuck for a while keeps only a few entries behind its head. Of the rest it keeps the places, eight
-bytes each, to be read again when it moves: ``head ──▶ … ──▶ tail ┄┄▶ away``.
+A lane that has been stuck for a while, or that holds far more than it will soon work off while others need the room,
+keeps only a few entries behind its head. Of the rest it keeps the places, eight bytes each, to be read again when it
+comes to them: ``head ──▶ … ──▶ tail ┄┄▶ away``.
+
+Lanes that are ready take turns, one entry each: a lane that gets most of the messages gets no more turns than another.
+Those whose head runs again after a failure have a queue of their own and at most a set share of the turns, as long as
+others are ready: a burst of retries holds up nobody.
 """
 
 from __future__ import annotations
@@ -119,16 +124,19 @@ class LaneTable(Generic[E]):
 
     ``let_go`` is told of partitions and numbers of entries of which only the places are kept from now on,
     ``fetch`` of a lane that needs entries back: it answers, later, with :meth:`returned`.
+    ``retry_share`` is how much of the turns goes to retries at most, while others are ready; with 1 all are alike.
     """
 
     def __init__(
         self,
         *,
+        retry_share: float = 1.0,
         let_go: Callable[[int, int], None] = lambda _partition, _count: None,
         fetch: Callable[[Lane[E], int, Sequence[int]], None] | None = None,
     ) -> None:
         self.lanes: dict[Hashable, Lane[E]] = {}
         self.ready: deque[Lane[E]] = deque()
+        self.again: deque[Lane[E]] = deque()  # woken from their backoff
         self.running = 0
         self.unsettled = 0  # entries that have passed and wait for their acknowledgement
         self.waiting = 0
@@ -138,6 +146,11 @@ class LaneTable(Generic[E]):
         self.closed = False
         self._anonymous = 0
         self._sleeping: list[Lane[E]] = []
+        # A turn of another earns retries so much of one; what they have earned they take before others.
+        self._earns = retry_share / (1 - retry_share) if retry_share < 1 else 0.0
+        self._credit = 0.0
+        self._woken = self.again if retry_share < 1 else self.ready
+        self._portions: dict[Lane[E], int] = {}  # entries that a lane takes back at once, if not RETURN
         self._let_go = let_go
         self._fetch = fetch
 
@@ -166,12 +179,25 @@ class LaneTable(Generic[E]):
 
     def take(self) -> Lane[E] | None:
         """The next lane to run, now RUNNING, or None. Its ``head`` is the entry to process."""
-        if not self.ready:
+        if self.again:
+            lane = self._fairly()
+        elif self.ready:
+            lane = self.ready.popleft()
+        else:
             return None
-        lane = self.ready.popleft()
         lane.state = LaneState.RUNNING
         self.running += 1
         return lane
+
+    def _fairly(self) -> Lane[E]:
+        """The next lane when there are retries: theirs if nobody else is ready, or if others have had their turns."""
+        if not self.ready:
+            return self.again.popleft()
+        if self._credit >= 1.0:
+            self._credit -= 1.0
+            return self.again.popleft()
+        self._credit += self._earns
+        return self.ready.popleft()
 
     def passed(self, lane: Lane[E]) -> None:
         """The head's processing is over and what it caused was handed over: the next entry may run.
@@ -279,7 +305,7 @@ class LaneTable(Generic[E]):
         count = 0
         sleeping = self._sleeping
         while sleeping and sleeping[0].due <= now:
-            self.ready.append(heapq.heappop(sleeping))
+            self._woken.append(heapq.heappop(sleeping))
             count += 1
         return count
 
@@ -310,7 +336,14 @@ class LaneTable(Generic[E]):
     def close(self) -> None:
         """For the drain: start nothing new. What has been started goes on, its retries included."""
         self.closed = True
-        self.ready = deque(lane for lane in self.ready if lane.state is LaneState.RETRYING)
+        left = [lane for lane in self.ready if lane.state is LaneState.RETRYING]
+        self.ready.clear()
+        self.ready.extend(left)
+
+    @property
+    def startable(self) -> bool:
+        """Whether :meth:`take` has a lane to give."""
+        return bool(self.ready or self.again)
 
     @property
     def quiet(self) -> bool:
@@ -318,18 +351,18 @@ class LaneTable(Generic[E]):
 
         Lanes may be stopped, and acknowledgements due.
         """
-        return not (self.running or self.ready or self._sleeping or self.waiting or self.returning)
+        return not (self.running or self.startable or self._sleeping or self.waiting or self.returning)
 
     @property
     def drained(self) -> bool:
         """Of what was started nothing goes on by itself any more. Acknowledgements may still be due."""
-        return not (self.running or self.ready or self._sleeping)
+        return not (self.running or self.startable or self._sleeping)
 
     def statistics(self) -> LaneStatistics:
         """How many lanes there are and what they do."""
         return LaneStatistics(
             lanes=len(self.lanes) + self._anonymous,
-            ready=len(self.ready),
+            ready=len(self.ready) + len(self.again),
             running=self.running,
             retrying=len(self._sleeping),
             waiting=self.waiting,
@@ -337,7 +370,28 @@ class LaneTable(Generic[E]):
             away=self.away,
         )
 
+    def backlog(self, key: Hashable) -> int:
+        """Entries of this lane that have not passed, those of which only the places are kept included."""
+        lane = self.lanes.get(key)
+        if lane is None:
+            return 0
+        count = sum(len(offsets) for _, offsets in lane.away or ())
+        entry: E | None = lane.head
+        while entry is not None:
+            count += 1
+            entry = entry.next
+        return count
+
     # Entries of which only the places are kept.
+
+    def relieve(self, lane: Lane[E], keep: int, portion: int) -> None:
+        """Keep so many entries behind the head of a lane that holds too many, and take back so many at once later."""
+        if self._fetch is None or lane.key is None:
+            return
+        self._trim(lane, keep)
+        if lane.away:
+            lane.slow = True
+            self._portions[lane] = portion
 
     def returned(self, lane: Lane[E], entries: Sequence[E], gone: int) -> None:
         """The next entries of a lane that asked for them, in order; ``gone`` of those asked for exist no more."""
@@ -372,12 +426,12 @@ class LaneTable(Generic[E]):
         lane.slow = True
         lane.since = lane.since or now
         if lane.state is LaneState.STOPPED or max(now, until) - lane.since >= PATIENCE:
-            self._trim(lane)
+            self._trim(lane, KEEP)
 
-    def _trim(self, lane: Lane[E]) -> None:
+    def _trim(self, lane: Lane[E], keep: int) -> None:
         """Keep a few entries behind the head; of the rest the places."""
         last: E = lane.head  # type: ignore[assignment]  # a stuck lane has a head
-        for _ in range(KEEP):
+        for _ in range(keep):
             if last.next is None:
                 return
             last = last.next
@@ -420,10 +474,13 @@ class LaneTable(Generic[E]):
     def _ask_back(self, lane: Lane[E]) -> None:
         away: deque[tuple[int, array[int]]] = lane.away  # type: ignore[assignment]
         partition, offsets = away[0]
-        asked = offsets[:RETURN]
-        del offsets[:RETURN]
+        portion = self._portions.get(lane, RETURN)
+        asked = offsets[:portion]
+        del offsets[:portion]
         if not offsets:
             away.popleft()
+            if not away:
+                self._portions.pop(lane, None)
         lane.state = LaneState.RETURNING
         lane.slow = True
         self.returning += 1

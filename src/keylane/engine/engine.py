@@ -15,15 +15,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keylane.core.lane import Lane, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
+from keylane.core.relief import Relief
 from keylane.engine.course import Course
 from keylane.engine.delivery import Delivery, Trouble
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.lanes import lane_keys
 from keylane.engine.pipeline import decoder, encode
+from keylane.engine.skew import Skew
 from keylane.engine.stops import Stops
 from keylane.errors import KafkaError, KeylaneError
 
@@ -103,6 +106,7 @@ class Engine:
     ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
     ``progress(partition)`` is what is done there.
     ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
+    ``room()`` is how many there is room for in memory; ``app.capacity`` if not given.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Engine:
         fetch: Callable[[int, int, Sequence[int]], None] | None = None,
         let_go: Callable[[int, int], None] = lambda _partition, _count: None,
         progress: Callable[[int], Progress] | None = None,
+        room: Callable[[], int] | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -144,8 +149,13 @@ class Engine:
         if app.order == "global":
             fetch = None  # its one lane has messages of all partitions, which are held
         self.table: LaneTable[Delivery] = LaneTable(
-            let_go=let_go, fetch=None if fetch is None else self._ask_back
+            let_go=let_go, fetch=None if fetch is None else self._ask_back, retry_share=app.retry_share
         )
+        self._room = room or (lambda: app.capacity)
+        self._relief: Relief[Delivery] = Relief()
+        self._looking: asyncio.TimerHandle | None = None  # while there is little room
+        self._look_after = 0.0 if fetch is not None else inf
+        self.skew = Skew(self.table, tell=lambda hot: self.course.hook("hot", hot))
         self._kept: dict[tuple[int, int], Kept] = {}
         # Without lanes nobody waits for the first of two: whether that will be done is not known.
         self.seen = Duplicates(app.idempotency if app.order != "none" else None)
@@ -185,11 +195,10 @@ class Engine:
         """
         self.seen.seen_before(records)
 
-    def accept(self, records: Iterable[Record]) -> None:
+    def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
         arrive, now, kept, lane_key = self.table.arrive, self.now(), self._kept, self._lane_key
         look = self.seen.arrived if self.seen.active else None
-        number = 0
         for record in records:
             delivery = Delivery(record, self)
             if kept:
@@ -202,8 +211,9 @@ class Engine:
                 if headers:
                     look(delivery, headers)
             arrive(delivery.key if lane_key is None else lane_key(delivery.partition), delivery, now)
-            number += 1
-        self._accepted += number
+        self._accepted += len(records)
+        if now >= self._look_after and self._looking is None and self._crowded:
+            self._look()
         self._ensure_runner()
 
     def lane_key(self, key: bytes | None, partition: int) -> bytes | None:
@@ -236,7 +246,7 @@ class Engine:
         def rested() -> bool:
             due = table.next_due()
             asleep = due is None or due > deadline  # a backoff that ends after it would be waited for in vain
-            return asleep and not (table.running or table.ready or table.unsettled or self.promised)
+            return asleep and not (table.running or table.startable or table.unsettled or self.promised)
 
         try:
             async with asyncio.timeout(timeout):
@@ -255,8 +265,9 @@ class Engine:
         for task in runners:
             task.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
+        for single in (self._timer, self._looking):
+            if single is not None:
+                single.cancel()
         for timer in self._timers:
             timer.cancel()
         for step in self._steps:
@@ -389,10 +400,30 @@ class Engine:
         self._asked[ticket] = _Asked(lane=lane, partition=partition, offsets=offsets)
         self._fetch(ticket, partition, offsets)
 
+    # Room.
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether half of the messages are held at which reading stops, the fetcher's being half of the room."""
+        return 4 * (self.held - self.table.away) > self._room()
+
+    def _look(self) -> None:
+        """While there is little room, see to it that it is not one lane's backlog that takes it."""
+        self._looking = None
+        relief, now = self._relief, self.now()
+        if self.draining or not self._crowded:
+            relief.forget()
+            return
+        for excess in relief.look(self.table.lanes.values(), now, self._room()):
+            self.table.relieve(excess.lane, excess.keep, excess.portion)
+        self._look_after = now + relief.wait
+        if relief.watching:  # also when nothing more arrives, because there is no room for it
+            self._looking = self._loop.call_at(self._look_after, self._look)
+
     # Runners.
 
     def _ensure_runner(self) -> None:
-        if self._standby or not self.table.ready:
+        if self._standby or not self.table.startable:
             return
         self._standby = True
         while self._parked:
@@ -429,7 +460,7 @@ class Engine:
                 self._standby = False
                 turns = 0
                 continue
-            if table.ready and not self._standby:
+            if not self._standby and (table.ready or table.again):
                 self._ensure_runner()
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (

@@ -91,7 +91,7 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
     if not stage.is_async:
-        function = _threaded(stage, function, threads, stack)
+        function = _threaded(stage, function, threads, stack, app.retry_share)
     elif stage.timeout is not None:
         function = _timed(stage.name, function, stage.timeout)
     if stage.breaker is not None:
@@ -103,7 +103,9 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
         )
         function = gate.guard(function)
     if stage.is_async and stage.limit is not None:
-        function = _limited(function, stage.limit)  # around the gate: who waits here has not been let in yet
+        function = _limited(
+            function, stage.limit, app.retry_share
+        )  # around the gate: who waits here has not been let in yet
     return Step(
         name=stage.name,
         call=function,
@@ -115,10 +117,15 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
 
 
 def _threaded(
-    stage: Stage, function: Callable[[Message], Any], threads: set[int], stack: AsyncExitStack
+    stage: Stage,
+    function: Callable[[Message], Any],
+    threads: set[int],
+    stack: AsyncExitStack,
+    retry_share: float,
 ) -> Callable[[Message], Awaitable[Any]]:
     # A pool per stage: threads that wait in one stage take none from another. Its size is the stage's limit.
-    pool = ThreadPoolExecutor(stage.limit or THREADS, thread_name_prefix=f"stage-{stage.name}")
+    size = stage.limit or THREADS
+    pool = ThreadPoolExecutor(size, thread_name_prefix=f"stage-{stage.name}")
     stack.callback(pool.shutdown, wait=False, cancel_futures=True)
     loop = asyncio.get_running_loop()
 
@@ -135,7 +142,7 @@ def _threaded(
     def call(message: Message) -> Awaitable[Any]:
         return loop.run_in_executor(pool, guarded, message)
 
-    return call
+    return _retries_limited(call, size, retry_share)
 
 
 def _timed(
@@ -155,13 +162,35 @@ def _timed(
 
 
 def _limited(
-    function: Callable[[Message], Awaitable[Any]], limit: int
+    function: Callable[[Message], Awaitable[Any]], limit: int, retry_share: float
 ) -> Callable[[Message], Awaitable[Any]]:
-    room = asyncio.Semaphore(limit)
+    room = asyncio.Semaphore(limit)  # first come, first served
 
     async def call(message: Message) -> Any:
         async with room:
             return await function(message)
+
+    return _retries_limited(call, limit, retry_share)
+
+
+def _retries_limited(
+    function: Callable[[Message], Awaitable[Any]], limit: int, retry_share: float
+) -> Callable[[Message], Awaitable[Any]]:
+    """The stage with a bound on how many of its calls are retries: what they may not take is left for first attempts.
+
+    Also while nobody else wants it: a call that hangs until its time-out would have it when somebody does.
+    """
+    most = max(1, int(limit * retry_share))
+    if most >= limit:
+        return function
+    room = asyncio.Semaphore(most)
+
+    async def again(message: Message) -> Any:
+        async with room:
+            return await function(message)
+
+    def call(message: Message) -> Awaitable[Any]:
+        return again(message) if message.attempt > 1 else function(message)
 
     return call
 

@@ -25,7 +25,7 @@ from keylane.core.ring import ALL
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT
 from keylane.kafka.state import OWNER, RUN, State
-from keylane.kafka.transactions import transactional
+from keylane.kafka.transactions import is_fenced, transactional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, ru
             producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition)
         producer.commit_transaction(3 * TIMEOUT)
     except KafkaException as error:
-        if error.args[0].fatal():
+        if is_fenced(error):
             raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
         raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
 

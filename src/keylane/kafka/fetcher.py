@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import TopicPartition
 
+from keylane.core.lane import AWAY_MAX
 from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ _GONE = 30.0
 
 @dataclass(slots=True)
 class Share:
-    """What the task holds of one partition. Written by the owner thread; ``done`` by the loop."""
+    """What the task holds of one partition. Written by the owner thread; ``done`` and ``away`` by the loop."""
 
     handed: int = 0
     done: int = 0
     next: int = 0
     """Where reading goes on."""
+    away: int = 0
+    """Of those that count as done for now, how many are not: their lanes keep their offsets, to read them again."""
     paused_at: int = 0
     """How many it held when it was paused; 0 while it is not."""
     ended: bool = False
@@ -68,6 +71,8 @@ class Fetcher:
     fetched ahead, which a pause would throw away. When it stays full for half a second, the partition that holds most
     is paused, so that a partition that is stuck does not stop the others: they share what room it leaves, and it is
     resumed when half of what it held is done. Each pause takes at most half of the room that is left.
+
+    A partition of which millions of offsets are kept for lanes that do not keep up is paused too, until half are read.
 
     ``reading`` is where the consumer goes on by itself, in each partition that it is assigned: an assignment that fits
     ``starts`` is kept, and what the client has fetched with it.
@@ -97,6 +102,9 @@ class Fetcher:
         self._until = dict(until) if until is not None else None
         self._crowded = crowded
         self._capacity = capacity
+        self.room = capacity
+        """Messages that there is room for: fewer than the capacity when they are large. Written by the thread."""
+        self._far = AWAY_MAX // max(1, len(starts))
         self._mean_size = 0.0
         self._full_since = 0.0
         self.shares = {p: Share(next=offset) for p, offset in starts.items()}
@@ -203,14 +211,25 @@ class Fetcher:
         room, held, most, open_ = self._capacity, 0, None, 0
         if self._mean_size * room > MAX_BYTES:
             room = max(2, int(MAX_BYTES / self._mean_size))
+        self.room = room
         for partition, share in self.shares.items():
             now = share.held
             if share.paused_at:
-                if now * 2 > share.paused_at:
+                if now * 2 > share.paused_at or share.away * 2 > self._far:
                     room -= now
                     continue
                 share.paused_at = 0
                 self._consumer.resume([TopicPartition(self._topic, partition)])
+            elif share.away > self._far and not share.ended:
+                self._pause(partition)
+                log.warning(
+                    "partition %d paused: %d of its messages wait behind lanes that stand still or get more than they "
+                    "can do; it is resumed when half of them are done",
+                    partition,
+                    share.away,
+                )
+                room -= now
+                continue
             if share.ended:
                 room -= now
                 continue
@@ -224,12 +243,15 @@ class Fetcher:
         if not self._full_since:
             self._full_since = time.monotonic()
         elif open_ > 1 and most is not None and time.monotonic() - self._full_since > _STUCK:
-            share = self.shares[most]
-            share.paused_at = share.held
-            self._consumer.pause([TopicPartition(self._topic, most)])
+            self._pause(most)
             self._full_since = 0.0
-            log.info("partition %d paused: it holds %d messages", most, share.paused_at)
+            log.info("partition %d paused: it holds %d messages", most, self.shares[most].paused_at)
         return False
+
+    def _pause(self, partition: int) -> None:
+        share = self.shares[partition]
+        share.paused_at = max(1, share.held)
+        self._consumer.pause([TopicPartition(self._topic, partition)])
 
     def _problem(self, error: Any) -> None:
         """An error the client reports: what does not pass by itself ends the task, the rest is said now and then."""

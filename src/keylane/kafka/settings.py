@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import os
 import time
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from keylane.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BOOTSTRAP = "kafka.bootstrap.servers"
 
 
 class _Seldom(logging.Filter):
@@ -130,3 +137,29 @@ class KafkaSettings:
                 f"the Kafka client refused its settings: {error.args[0].str()}. "
                 "Options that begin with 'kafka.' take librdkafka's names (CONFIGURATION.md of librdkafka)"
             ) from error
+
+
+def find_bootstrap(*given: object) -> str:
+    """The first address that was given, or the environment's. Raises :class:`SettingsError` when there is none."""
+    for address in (*given, os.environ.get("KEYLANE_BOOTSTRAP")):
+        if address:
+            return str(address)
+    raise SettingsError(
+        "no broker given: pass bootstrap='host:9092' or set KEYLANE_BOOTSTRAP. "
+        "'keylane broker start' starts one on this machine"
+    )
+
+
+def given_settings(
+    bootstrap: str | None, options: Mapping[str, Any], *, known: tuple[str, ...], what: str
+) -> KafkaSettings:
+    """From an address and options that begin with ``kafka.``; others are an error, which names a near one."""
+    extra = {}
+    for name, value in options.items():
+        if not name.startswith("kafka."):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". Known: {', '.join(known)}, kafka.*"
+            raise SettingsError(f"{what}: unknown option {name!r}{hint}")
+        if name != BOOTSTRAP:
+            extra[name.removeprefix("kafka.")] = str(value)
+    return KafkaSettings(find_bootstrap(bootstrap, options.get(BOOTSTRAP)), tuple(sorted(extra.items())))

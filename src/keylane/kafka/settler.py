@@ -10,7 +10,7 @@ from keylane.core.progress import LIMIT
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT, Cluster
 from keylane.kafka.state import ELSEWHERE, NOTHING, PROGRESS, REDRIVEN, State
-from keylane.kafka.transactions import transactional
+from keylane.kafka.transactions import is_fenced, transactional
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
@@ -79,7 +79,7 @@ class Settler:
             self._producer.commit_transaction(3 * TIMEOUT)
         except KafkaException as error:
             self._producer = None  # whatever was begun is aborted by the next one
-            if error.args[0].fatal():
+            if is_fenced(error):
                 raise TakenOverError(
                     f"app {self._app!r} was taken over by another run; this one has ended"
                 ) from error

@@ -20,6 +20,7 @@ import uvloop
 from keylane.core.plan import BUCKET, BUCKETS
 from keylane.core.ring import ALL
 from keylane.core.standing import RangeMark
+from keylane.engine import skew
 from keylane.engine.collector import own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
@@ -193,6 +194,7 @@ class Task:
             fetch=rereader.request,
             let_go=self._let_go,
             progress=lambda partition: self._books.watermarks[partition].progress(),
+            room=lambda: fetcher.room,
         )
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen
@@ -222,6 +224,7 @@ class Task:
             loop.create_task(self._pump(engine, output)),
             loop.create_task(self._write_now_and_then(seat, state, claims)),
             loop.create_task(self._collect_garbage(engine)),
+            loop.create_task(self._watch_skew(engine)),
             loop.create_task(desk.run()),
             loop.create_task(graveyard.ship()),
         ]
@@ -370,13 +373,18 @@ class Task:
                 part.missing[0],
             )
             self._books.watermarks[part.partition].done(part.missing)
+            self._shares[part.partition].away -= len(part.missing)
         engine.returned(part.ticket, part.records, len(part.missing))
 
     def _let_go(self, partition: int, count: int) -> None:
-        self._shares[partition].done += count
+        share = self._shares[partition]
+        share.done += count
+        share.away += count
 
     def _accept(self, engine: Engine, batch: Batch) -> None:
         records = batch.records
+        if records:  # once for all partitions: by each of them it would cost three times as much
+            engine.skew.arrived(records)
         by_partition: dict[int, list[Record]] = {}
         for record in records:
             partition = record.partition()
@@ -498,6 +506,12 @@ class Task:
             if engine.held < _COLLECT_BELOW or time.monotonic() - last > _COLLECT_AT_LEAST:
                 gc.collect()
                 last = time.monotonic()
+
+    @staticmethod
+    async def _watch_skew(engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(skew.EVERY)
+            engine.skew.look(time.monotonic())
 
     async def _until_over(
         self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, claims: Claims

@@ -34,6 +34,12 @@ Put = tuple[Any, ...]
 """A record, as the client's ``produce`` takes it."""
 
 
+def is_fenced(error: KafkaException) -> bool:
+    """Whether another producer of the same transactional id has come since."""
+    found = error.args[0]
+    return found.fatal() or found.code() in _FENCED
+
+
 def transactional(settings: KafkaSettings, name: str) -> Any:
     """A producer of this transactional id; whoever had it before is fenced. Blocks. Raises KafkaError."""
     producer = settings.producer(

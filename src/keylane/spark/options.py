@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from keylane.errors import SettingsError
-from keylane.kafka.settings import KafkaSettings
+from keylane.kafka.settings import BOOTSTRAP, KafkaSettings, find_bootstrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BOOTSTRAP = "kafka.bootstrap.servers"
 _KNOWN = (
     "bootstrap",
     BOOTSTRAP,
@@ -75,14 +73,9 @@ class Options:
                 hint = f"; did you mean {near[0]!r}?" if near else f". Known: {', '.join(_KNOWN)}, kafka.*"
                 raise SettingsError(f"unknown option {name!r}{hint}")
             extra[name.removeprefix("kafka.")] = str(given[name])
-        bootstrap = given.get("bootstrap") or given.get(BOOTSTRAP) or os.environ.get("KEYLANE_BOOTSTRAP")
-        if not bootstrap:
-            raise SettingsError(
-                "no broker given: pass bootstrap='host:9092' or set KEYLANE_BOOTSTRAP. "
-                "'keylane broker start' starts one on this machine"
-            )
+        bootstrap = find_bootstrap(given.get("bootstrap"), given.get(BOOTSTRAP))
         return cls(
-            settings=KafkaSettings(str(bootstrap), tuple(sorted(extra.items()))),
+            settings=KafkaSettings(bootstrap, tuple(sorted(extra.items()))),
             starting=_starting(given.get("startingOffsets", "earliest"), topic),
             epoch=_number("epoch", given.get("epoch", 300.0)),
             tasks=None

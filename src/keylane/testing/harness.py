@@ -27,7 +27,7 @@ from keylane.testing.log import MemoryLog, partition_of
 from keylane.testing.sink import MemorySink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from keylane.app import App, Observer
     from keylane.core.record import Kept, LaneRecord
@@ -192,6 +192,11 @@ class Harness:
         loop, app = asyncio.get_running_loop(), self._app
         marks = {partition: self._restore(partition) for partition in range(self.log.partitions)}
         moved, progressed = asyncio.Event(), asyncio.Event()
+        away = dict.fromkeys(marks, 0)  # messages of which only the offsets are kept, by partition
+
+        def let_go(partition: int, count: int) -> None:
+            away[partition] += count
+            moved.set()
 
         def done(deliveries: list[Delivery]) -> None:
             for delivery in deliveries:
@@ -208,7 +213,7 @@ class Harness:
             progressed.set()
 
         async def work() -> None:
-            feeds = [self._feed(engine, p, mark, moved) for p, mark in marks.items()]
+            feeds = [self._feed(engine, p, mark, moved, away) for p, mark in marks.items()]
             await asyncio.gather(self._act(engine, redriver), *feeds)
             await engine.finish()
 
@@ -227,6 +232,7 @@ class Harness:
                 self._sink,
                 on_done=done,
                 fetch=lambda *asked: self._fetch(engine, *asked),
+                let_go=let_go,
                 progress=lambda partition: marks[partition].progress(),
                 wall=loop.time,
                 rng=self._rng.random,
@@ -301,7 +307,14 @@ class Harness:
         self._broken += 1
         return self._breaks.popleft()
 
-    async def _feed(self, engine: Engine, partition: int, mark: Watermark, moved: asyncio.Event) -> None:
+    async def _feed(
+        self,
+        engine: Engine,
+        partition: int,
+        mark: Watermark,
+        moved: asyncio.Event,
+        away: Mapping[int, int],
+    ) -> None:
         """Hand over one partition as its messages arrive, as far as its share of the capacity allows."""
         loop, share = asyncio.get_running_loop(), max(1, self._app.capacity // self.log.partitions)
         begin, rule = mark.value, self._app.idempotency
@@ -312,7 +325,7 @@ class Harness:
             if wait > 0:
                 await asyncio.sleep(wait)
                 continue
-            if mark.pending >= share:
+            if mark.pending - away[partition] >= share:
                 moved.clear()
                 await moved.wait()
                 continue

@@ -1,0 +1,336 @@
+"""One key gets most of the messages, or many fail at once: what becomes of the others, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane import App, HotKey, Message, Retry, Transient
+from keylane.core import lane as lanes
+from keylane.core.relief import Relief
+from keylane.engine.engine import Engine
+from keylane.engine.skew import SAY_EVERY, Skew
+from keylane.testing import Crash, Drain, Fault, Harness, Kind, MemoryLog, RunResult, run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from keylane.core.hot import Summary
+    from keylane.message import Record
+
+HOT = b"hot"
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "keylane.engine")
+
+
+def slow(seconds: float = 0.005, **options: Any) -> App:
+    app = App("app", source="in", sink="out", **{"capacity": 1000, **options})
+
+    @app.stage
+    async def stage(msg: Message) -> bytes:
+        await asyncio.sleep(seconds)
+        return bytes(msg.value)
+
+    return app
+
+
+def skewed(
+    app: App,
+    *,
+    seconds: float = 6.0,
+    rate: int = 1000,
+    of_ten: int = 9,
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+) -> tuple[Harness, RunResult]:
+    """Of ten messages so many are of the hot key, the others of 100 keys that take turns."""
+    harness = Harness(app, partitions=1, faults=faults, seed=seed)
+    for number in range(int(seconds * rate)):
+        key = HOT if number % 10 < of_ten else b"cold-%d" % (number // 10 % 100)
+        harness.send(key=key, value=b"%d" % number, at=number / rate)
+    return harness, harness.run()
+
+
+def waits(harness: Harness, result: RunResult, *, cold: bool) -> list[float]:
+    """Seconds from the arrival of a message to its start."""
+    return [
+        event.at - harness._arrivals[event.partition, event.offset]
+        for event in result.history.events
+        if event.kind is Kind.START and (event.key != HOT) is cold
+    ]
+
+
+def test_a_key_that_gets_nine_of_ten_messages_holds_up_no_other() -> None:
+    """It gets 900 messages a second and can do 200: they would take all the room there is within a second."""
+    harness, result = skewed(slow())
+    result.verdict.raise_if_bad()
+    cold = waits(harness, result, cold=True)
+    assert len(cold) == 600
+    assert quantiles(cold, n=100)[98] < 0.005, "the cold ones start when they come"
+    assert max(cold) < 0.5
+    hot = waits(harness, result, cold=False)
+    assert len(hot) == 5400
+    # 27 seconds of work: what is read again must not take the lane much longer.
+    assert result.elapsed < 5400 * 0.005 * 1.05
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hot_lane_keeps_its_order_over_crashes_and_drains(seed: int) -> None:
+    faults: list[Fault] = [Crash(at=2.0 + seed / 7), Drain(at=3.5), Crash(at=5.1 + seed / 3)]
+    _, result = skewed(slow(commit_interval=0.2), faults=faults, seed=seed)
+    result.verdict.raise_if_bad()
+
+
+def test_what_a_hot_lane_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    real = Engine._look
+
+    def look(engine: Engine) -> None:
+        real(engine)
+        held.append(engine.held - engine.table.away)
+
+    monkeypatch.setattr(Engine, "_look", look)
+    skewed(slow())
+    assert held, "there was little room at some time"
+    assert max(held) <= 500, "half of the room: the fetcher would have gone on"
+
+
+def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
+    """Reading again what will run in a moment would only cost."""
+    relief: Relief[Any] = Relief()
+    table = fill(1000)
+    assert relief.look(table.lanes.values(), 1.0, 2000) == []
+    for _ in range(500):
+        pass_one(table)
+    assert relief.look(table.lanes.values(), 1.25, 2000) == [], "it does 2,000 a second and has 500"
+    assert relief.watching
+    for _ in range(10):
+        pass_one(table)
+    assert relief.look(table.lanes.values(), 1.5, 2000) == [], "it waits for its turn: others hold it up"
+    for _ in range(10):
+        pass_one(table)
+    table.take()
+    (excess,) = relief.look(table.lanes.values(), 1.75, 2000)
+    assert excess.keep == 40, "a second of what it did lately"
+    assert excess.portion == 125, "a sixteenth of the room"
+
+
+def test_lanes_are_looked_at_less_often_while_none_holds_too_much() -> None:
+    relief: Relief[Any] = Relief()
+    table = fill(20)
+    for _ in range(6):
+        assert relief.look(table.lanes.values(), 1.0, 100_000) == []
+    assert relief.wait == 2.0
+    assert not relief.watching
+    relief.forget()
+    assert relief.wait == 0.25
+
+
+class Item:
+    def __init__(self, offset: int) -> None:
+        self.next: Any = None
+        self.lane: Any = None
+        self.settled = False
+        self.partition = 0
+        self.offset = offset
+        self.trouble: Any = None
+        self.begun = False
+
+
+def fill(count: int) -> lanes.LaneTable[Any]:
+    table: lanes.LaneTable[Any] = lanes.LaneTable()
+    for number in range(count):
+        table.arrive(b"k", Item(number))
+    return table
+
+
+def pass_one(table: lanes.LaneTable[Any]) -> None:
+    lane = table.take()
+    assert lane is not None
+    table.passed(lane)
+
+
+# Retries.
+
+
+def test_retries_take_turns_with_others() -> None:
+    table: lanes.LaneTable[Any] = lanes.LaneTable(retry_share=0.25)
+    for number in range(40):
+        table.arrive(b"again-%d" % number, Item(number))
+    while (lane := table.take()) is not None:
+        table.retry(lane, 1.0)
+    for number in range(40):
+        table.arrive(b"new-%d" % number, Item(number))
+    assert table.wake(1.0) == 40
+    assert table.statistics().ready == 80
+    taken = [lane.key for _ in range(80) if (lane := table.take()) is not None]
+    again = [str(key).startswith("b'again") for key in taken]
+    assert len(taken) == 80
+    assert sum(again[:40]) == 10, "a quarter, while others are ready"
+    assert all(sum(again[at : at + 4]) == 1 for at in range(0, 40, 4)), "evenly"
+    assert table.take() is None
+
+
+def test_retries_alone_take_every_turn() -> None:
+    table: lanes.LaneTable[Any] = lanes.LaneTable(retry_share=0.1)
+    for number in range(5):
+        table.arrive(b"%d" % number, Item(number))
+    while (lane := table.take()) is not None:
+        table.retry(lane, 1.0)
+    table.wake(1.0)
+    assert [table.take() is not None for _ in range(6)] == [True] * 5 + [False]
+
+
+def limited(kind: str, **options: Any) -> App:
+    """A stage of which 10 run at once. Half of the keys are bad: their calls take a second, and fail."""
+    app = App(
+        "app",
+        source="in",
+        sink="out",
+        retry=Retry(attempts=4, wait_initial=0.01, wait_max=0.01),
+        flood=None,
+        **options,
+    )
+    if kind == "async def":
+
+        @app.stage(limit=10)
+        async def call(msg: Message) -> bytes:
+            bad = msg.key is not None and msg.key.startswith(b"bad")
+            await asyncio.sleep(0.5 if bad else 0.005)
+            if bad:
+                raise Transient("no answer")
+            return bytes(msg.value)
+
+    return app
+
+
+@pytest.mark.parametrize(("share", "held_up"), [(0.5, False), (1.0, True)])
+def test_a_burst_of_retries_leaves_room_at_a_limited_stage(share: float, held_up: bool) -> None:
+    harness = Harness(limited("async def", retry_share=share), partitions=1)
+    for number in range(40):
+        harness.send(key=b"bad-%d" % number, value=b"v")
+    for number in range(200):
+        harness.send(key=b"good-%d" % number, value=b"v", at=3.0 + number * 0.01)  # after the first attempts
+    result = harness.run()
+    good = sorted(
+        event.at - harness._arrivals[event.partition, event.offset]
+        for event in result.history.events
+        if event.kind is Kind.END and event.key is not None and event.key.startswith(b"good")
+    )
+    assert len(good) == 200
+    assert (good[190] > 0.1) is held_up, good[190]
+
+
+def test_a_burst_of_retries_leaves_threads_for_others() -> None:
+    app = App(
+        "app",
+        source="in",
+        sink="out",
+        retry=Retry(attempts=2, wait_initial=0.001, wait_max=0.001),
+        flood=None,
+    )
+    running: set[bytes | None] = set()
+    most = [0]
+    guard = threading.Lock()
+
+    @app.stage(limit=4)
+    def call(msg: Message) -> bytes:
+        if msg.attempt > 1:
+            with guard:
+                running.add(msg.key)
+                most[0] = max(most[0], len(running))
+            time.sleep(0.002)
+            with guard:
+                running.discard(msg.key)
+            return b""
+        raise Transient("no", retry_after=1.0)  # all at the same time
+
+    harness = Harness(app, partitions=1)
+    for number in range(40):
+        harness.send(key=b"%d" % number, value=b"v")
+    harness.run()
+    assert most == [2]
+
+
+# Names.
+
+
+def records(*keys: bytes | None) -> list[Record]:
+    log = MemoryLog()
+    return [log.append("in", key=key, value=b"") for key in keys]
+
+
+def test_the_hot_key_is_named_once_a_minute_with_its_share_and_its_partition(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "keylane.engine")
+    told: list[HotKey] = []
+    app = slow(1.0, capacity=100_000)
+    app.on_hot(told.append)
+    some = records(*(HOT if number % 4 == 0 else b"cold-%d" % number for number in range(4000)))
+
+    async def main() -> None:
+        engine = await started(app)
+        for at in range(0, 4000, 250):
+            engine.skew.arrived(some[at : at + 250])
+            engine.accept(some[at : at + 250])
+        engine.skew.look(100.0)
+        engine.skew.look(105.0)
+        engine.skew.look(100.0 + SAY_EVERY)
+        await engine.abort()
+
+    run_virtual(main())
+    assert len(told) == 2
+    assert (told[0].key, told[0].partition) == (HOT, 0)
+    assert told[0].share == pytest.approx(0.25, abs=0.08)
+    assert told[0].waiting == 1000
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert lines[0].startswith("key b'hot' of partition 0 is hot: 2")
+    assert "1000 wait in its lane" in lines[0]
+
+
+def test_a_key_whose_lane_keeps_up_is_hot_and_nobody_is_bothered(caplog: pytest.LogCaptureFixture) -> None:
+    table: lanes.LaneTable[Any] = lanes.LaneTable()
+    skew = Skew(table, tell=lambda hot: pytest.fail(f"{hot}"))
+    skew.arrived(records(*[HOT] * 16, *[None] * 16))
+    (hot,) = skew.hot()
+    assert (hot.key, hot.share, hot.waiting) == (HOT, 0.5, 0)
+    skew.look(1.0)
+    assert not caplog.records
+
+
+def test_keys_that_take_turns_are_all_met_alike() -> None:
+    """A part of the messages is looked at: every third, say, and of a hundred keys some would look hot."""
+    skew = Skew(lanes.LaneTable(), tell=lambda _hot: None)
+    batch = records(*(b"%d" % (number % 100) for number in range(100)))
+    for _ in range(400):
+        skew.arrived(batch)
+    summary: Summary[Any] = skew._summary
+    assert max(share for _, share in summary.top(0.0)) < 0.02
+
+
+def test_a_key_too_long_to_print_is_not_named() -> None:
+    skew = Skew(lanes.LaneTable(), tell=lambda _hot: None)
+    skew.arrived(records(*[b"x" * 2000] * 50))
+    assert skew.hot() == []
+
+
+async def started(app: App) -> Engine:
+    from keylane.engine.pipeline import open_pipeline  # noqa: PLC0415
+
+    class Nowhere:
+        def __getattr__(self, _name: str) -> Any:
+            return lambda *_given: None
+
+    async with open_pipeline(app) as steps:
+        return Engine(app, steps, Nowhere(), on_done=lambda _done: None)
