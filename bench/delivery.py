@@ -3,9 +3,10 @@
 Two things are measured for each, taking turns on one broker, with a no-op handler and everything as a user gets it:
 
 =========== ==========================================================================================================
-``drain``   ``n`` messages that lie there: messages per second, by the group's progress from 20% to 100%
-``latency`` ``rate`` messages per second for a while: from the time a message was made to the time at which a reader
-            that is ``read_committed`` got its result, after a warm-up
+``drain``   ``n`` messages that lie there: messages per second, by the times at which the broker wrote the results,
+            from 20% to 100% of them
+``latency`` ``rate`` messages per second for a while, from a process of their own (``keylane seed``): from when a
+            message was due to when a reader that is ``read_committed`` got its result, after a warm-up
 =========== ==========================================================================================================
 
 Every result is checked: each message once, in the order of its key. Prints a table and a line of JSON.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from bench.errors import BenchError
 from bench.field import Spread, turns
@@ -31,6 +33,7 @@ from bench.process import Process
 from keylane.broker import Broker
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
+from keylane.seed import parse_value
 
 KINDS = ("at_least_once", "exactly_once")
 PARTITIONS = 8
@@ -65,23 +68,30 @@ class Ground:
         ]
         return Process(command, self.folder / f"{name}.log")
 
-    def topics(self, name: str) -> None:
+    def topics(self, name: str, partitions: int = PARTITIONS) -> None:
         """Make the source and the sink."""
-        for topic in (f"{name}.in", f"{name}.out"):
-            self.cluster.ensure(topic, PARTITIONS, {})
+        self.cluster.ensure(f"{name}.in", partitions, {})
+        self.cluster.ensure(f"{name}.out", partitions, {"message.timestamp.type": "LogAppendTime"})
 
-    def producer(self) -> Any:
-        """For the load."""
-        return Producer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "linger.ms": 2,
-                "partitioner": "murmur2_random",
-                "queue.buffering.max.messages": 2_000_000,
-            }
-        )
+    def load(self, name: str, messages: int, rate: float | None, seed: int = 0, keys: int = KEYS) -> None:
+        """From a process of its own; returns when all are sent."""
+        command = [
+            *(sys.executable, "-m", "keylane", "seed", f"{name}.in", "--bootstrap", self.bootstrap),
+            *("--messages", str(messages), "--keys", str(keys), "--seed", str(seed), "--json"),
+            *(() if rate is None else ("--rate", str(rate))),
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+        if said.returncode:
+            raise BenchError(f"the load generator failed: {said.stderr.strip()[-300:]}")
 
-    def reader(self, name: str) -> Any:
+    def left(self, name: str) -> int:
+        """Messages that are not done, by the group's progress."""
+        source = f"{name}.in"
+        ends = self.cluster.ends(source, range(PARTITIONS))
+        found = self.cluster.committed(name, source, range(PARTITIONS))
+        return sum(end - found.get(p, (0, None))[0] for p, end in ends.items())
+
+    def reader(self, name: str, partitions: int = PARTITIONS) -> Any:
         """Of the sink, from its beginning: only what is committed."""
         reader = Consumer(
             {
@@ -94,103 +104,80 @@ class Ground:
             }
         )
         reader.list_topics(f"{name}.out", timeout=10)
-        reader.assign([TopicPartition(f"{name}.out", p, 0) for p in range(PARTITIONS)])
+        reader.assign([TopicPartition(f"{name}.out", p, 0) for p in range(partitions)])
         return reader
 
 
 def drain(ground: Ground, kind: str, name: str, n: int) -> float:
     """Messages per second."""
     ground.topics(name)
-    producer = ground.producer()
-    for number in range(n):
-        producer.produce(f"{name}.in", b"%d" % number + b"x" * 100, b"k%d" % (number % KEYS))
-        if number % 10_000 == 0:
-            producer.poll(0)
-    producer.flush()
-    series: list[tuple[float, int]] = []
+    ground.load(name, n, rate=None)
     with ground.app(name, kind) as app:
         deadline = time.monotonic() + _LONGEST
-        while not series or series[-1][1] < n:
+        while ground.left(name):
             if time.monotonic() > deadline:
                 raise BenchError(f"{kind}: not drained within {_LONGEST:g} s; {app.last_words()}")
-            app.check()
-            found = ground.cluster.committed(name, f"{name}.in", range(PARTITIONS))
-            series.append((time.monotonic(), sum(offset for offset, _ in found.values())))
-            time.sleep(0.02)
-    reader = ground.reader(name)
-    _check(reader, n)
-    began = next(point for point in series if point[1] >= n * _WARM)
-    ended = next(point for point in series if point[1] >= n)
-    return (ended[1] - began[1]) / (ended[0] - began[0])
+            app.must_run()
+            time.sleep(0.2)
+        results = Results(ground.reader(name))
+        results.read(n)
+    written = sorted(results.written)
+    began, ended = written[int(n * _WARM)], written[-1]
+    return 1000 * n * (1 - _WARM) / (ended - began)
 
 
 def latency(ground: Ground, kind: str, name: str, rate: int, seconds: float) -> tuple[float, float]:
     """The median and the 99th percentile, in milliseconds."""
     ground.topics(name)
-    reader, producer = ground.reader(name), ground.producer()
-    made: list[float] = []
-    ready = threading.Event()
-
-    def offer() -> None:
-        number = 0
-        while not ready.is_set():  # until the app is there: a few, so that everybody is connected
-            made.append(time.time())
-            producer.produce(f"{name}.in", b"%d" % number, b"k%d" % (number % KEYS))
-            number += 1
-            producer.poll(0.05)
-        began, first = time.time(), number
-        while (now := time.time()) < began + _WARM_UP + seconds:
-            while number - first < (now - began) * rate:
-                made.append(time.time())
-                producer.produce(f"{name}.in", b"%d" % number, b"k%d" % (number % KEYS))
-                number += 1
-            producer.poll(0)
-            time.sleep(0.001)
-        producer.flush()
-
-    offering = threading.Thread(target=offer)
-    took: list[tuple[float, float]] = []
+    results = Results(ground.reader(name))
     with ground.app(name, kind) as app:
-        offering.start()
-        last, deadline = time.time(), time.monotonic() + _LONGEST
-        while offering.is_alive() or len(took) < len(made):
-            messages = reader.consume(1000, 0.002)
-            now = time.time()
-            took += [
-                (now, now - made[int(message.value())]) for message in messages if message.error() is None
-            ]
-            if took:
-                ready.set()
-            last = now if messages else last
-            app.check()
-            if time.monotonic() > deadline:
-                raise BenchError(f"{kind}: {len(took)} of {len(made)} results came; {app.last_words()}")
-    ended = time.time() - last
-    measured = sorted(late for at, late in took if at > last - seconds + ended)
-    if len(took) != len(made) or len(measured) < rate:
-        raise BenchError(
-            f"{kind}: {len(took)} results of {len(made)} messages, {len(measured)} in the time measured"
-        )
+        ground.load(name, rate, rate=rate / 4)  # until everybody is connected and has seen messages
+        results.read(rate)
+        count = int(rate * (_WARM_UP + seconds))
+        loading = threading.Thread(target=ground.load, args=(name, count, rate, 1))
+        loading.start()
+        results.read(rate + count)
+        loading.join()
+        app.must_run()
+    last = max(due for due, _ in results.came)
+    measured = sorted(at - due for due, at in results.came if due > last - seconds)
+    if len(measured) < rate * seconds * 0.9:
+        raise BenchError(f"{kind}: {len(measured)} results in the time measured")
     return 1e3 * measured[len(measured) // 2], 1e3 * measured[int(len(measured) * 0.99)]
 
 
-def _check(reader: Any, n: int) -> None:
-    """Every message once, in the order of its key."""
-    last: dict[bytes, int] = {}
-    count, heard = 0, time.monotonic()
-    while count < n:
-        for message in reader.consume(10_000, 0.2):
-            if message.error() is not None:
-                continue
-            heard = time.monotonic()
-            number = int(message.value().rstrip(b"x"))
-            if last.get(message.key(), -1) >= number:
-                raise BenchError(f"key {message.key()!r}: result {number} comes after {last[message.key()]}")
-            last[message.key()] = number
-            count += 1
-        if time.monotonic() - heard > 10:
-            raise BenchError(f"{count} results of {n} messages")
-    reader.close()
+class Results:
+    """What a reader gets, checked: every message of a load once, in the order of its key."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._next: dict[tuple[str, bytes], int] = {}
+        self.written: list[int] = []
+        """When the broker wrote each, in milliseconds."""
+        self.came: list[tuple[float, float]] = []
+        """When each was due and when it came, in seconds."""
+
+    def read(self, count: int) -> None:
+        """Until there are so many."""
+        heard = time.monotonic()
+        while len(self.came) < count:
+            messages = self._reader.consume(1000, 0.002)
+            now = time.time()
+            for message in messages:
+                if message.error() is not None:
+                    continue
+                heard = time.monotonic()
+                sequence, due_us, event_id = parse_value(message.value())
+                lane = event_id.partition("-")[0], message.key()
+                if sequence != self._next.get(lane, 0):
+                    raise BenchError(
+                        f"key {message.key()!r}: {sequence} comes where {self._next.get(lane)} should"
+                    )
+                self._next[lane] = sequence + 1
+                self.written.append(message.timestamp()[1])
+                self.came.append((due_us / 1e6, now))
+            if time.monotonic() - heard > 60:
+                raise BenchError(f"{len(self.came)} results of {count} messages")
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ class Runner:
                     until=ends and {one.partition: ends[one.partition] for one in ranges},
                     seconds=seconds or 30,
                     sink_limit=sink_limit or topics.sink_limit,
-                    made_for=(len(plan.tasks), count),
+                    partitions=count,
                 ),
             )
             for number, ranges in enumerate(plan.tasks)

@@ -170,15 +170,15 @@ class Cluster:
                 self._admin.create_topics([new], request_timeout=TIMEOUT),
                 f"topic {topic!r} could not be created",
             )
-            deadline = time.monotonic() + TIMEOUT
-            while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
-                time.sleep(0.02)  # created is not yet known to everyone
         elif have < partitions:
             more = [NewPartitions(topic, partitions)]
             self._wait(
                 self._admin.create_partitions(more, request_timeout=TIMEOUT),
                 f"topic {topic!r} could not grow",
             )
+        deadline = time.monotonic() + TIMEOUT
+        while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
+            time.sleep(0.02)  # created is not yet known to everyone
 
     def setting(self, topic: str, name: str) -> str:
         """One setting of a topic."""

@@ -17,7 +17,7 @@ key                      value
 ``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
 ``load``                 ``[run, epoch, counts]``: what a task saw, by bucket of :mod:`keylane.core.plan`
 ``plan``                 in partition 0, the plan of the epoch that runs: ``{"run", "epoch", "at", "tasks"}``
-``order/plan``           ``{"run": …, "tasks": …}``: an epoch that has another number of tasks ends now
+``order/plan``           ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
 ``owner/<id>``           the task with this transactional id owns slots of the partition: :mod:`keylane.kafka.claims`
 ``order/stop``           ``{"run": …}``: the tasks of this run drain and end
 ``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
@@ -93,13 +93,14 @@ def order_stop(
 
 
 def order_plan(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, *, tasks: int, source: int
+    settings: KafkaSettings, topic: str, partitions: int, run: str, *, number: int, tasks: int
 ) -> None:
-    """Tell the tasks of this run that there may be so many of them, and that the source has so many partitions.
+    """Tell the tasks of this run that there may be so many of them from now on.
 
-    An epoch that was planned otherwise drains and ends. Raises KafkaError when the order could not be written.
+    An epoch that was planned before the order of this ``number`` drains and ends: all of it, also when a later order
+    wants what there was. Raises KafkaError when the order could not be written.
     """
-    wanted = {"run": run, "tasks": tasks, "partitions": source}
+    wanted = {"run": run, "number": number, "tasks": tasks}
     _order(settings, topic, partitions, REPLAN, wanted, TIMEOUT)
 
 
@@ -195,7 +196,7 @@ class State:
             int, dict[Slots, tuple[int, Load]]
         ] = {}  # of this run: epoch and counts, by partition
         self.plan: dict[str, Any] = {}
-        self.wanted: dict[str, Any] = {}  # of this run: how many tasks there should be, and partitions
+        self.wanted: dict[str, Any] = {}  # of this run: how many tasks there should be
         self.attempts: dict[int, dict[bytes, dict[int, Kept]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, Ranges] = {}

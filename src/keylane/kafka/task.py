@@ -88,8 +88,10 @@ class TaskPlan:
     sink_limit: int
     """The sink's ``max.message.bytes``."""
     outcomes: str = "all"
-    made_for: tuple[int, int] = (0, 0)
-    """Tasks and partitions that there were when it was planned."""
+    partitions: int = 0
+    """Of the source, when it was planned."""
+    order: int = 0
+    """The last order to plan anew that it knows."""
 
     @property
     def slots(self) -> dict[int, Slots]:
@@ -159,7 +161,7 @@ class Task:
 
     async def _run(self) -> None:
         async with open_pipeline(self._app) as steps:
-            seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app, self._plan.made_for[1])
+            seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app, self._plan.partitions)
             try:
                 await self._epoch(seat, steps)
             except BaseException:
@@ -524,8 +526,7 @@ class Task:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
                 self._leaving = claims
                 return
-            wanted = state.wanted.get("tasks"), state.wanted.get("partitions")
-            if state.wanted and wanted != self._plan.made_for:
+            if state.wanted.get("number", 0) > self._plan.order:
                 log.info("%s: there are other tasks or partitions now; the epoch ends", self.owner)
                 return
             for order in state.take_orders():

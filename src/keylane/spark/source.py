@@ -99,6 +99,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._target: dict[int, int] | None = None
+        self._tasks = plan.tasks
         # Made in the planner's process, where they are used; never pickled.
         self._cluster: Cluster | None = None
         self._settler: Settler | None = None
@@ -163,9 +164,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             until = (
                 {p: min(self._target.get(p, 0), end) for p, end in until.items()} if until else self._target
             )
-        tasks = int(state.wanted.get("tasks", plan.tasks))
-        shared = self._share_out(state, start, partitions, tasks)
-        offset = _offset(start["epoch"] + 1, starts) | {"plan": shared.encode(), "for": [tasks, there]}
+        self._tasks = int(state.wanted.get("tasks", plan.tasks))
+        shared = self._share_out(state, start, partitions)
+        offset = _offset(start["epoch"] + 1, starts) | {"plan": shared.encode(), "of": there}
+        offset["order"] = int(state.wanted.get("number", 0))
         if until is not None:
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
         self._tell(offset)
@@ -205,7 +207,14 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.commit(start)  # an epoch that a crash cut off is planned again without being asked for
         plan = self._plan
         starts = {int(p): offset for p, offset in end["starts"].items()}
-        until = {int(p): offset for p, offset in end["until"].items()} if "until" in end else None
+        until = self._target
+        if "until" in end:
+            until = {int(p): offset for p, offset in end["until"].items()}
+        shared = Plan.decode(end["plan"])
+        # An epoch that was cut off may be planned again where there is less room; tasks that wait for others would
+        # wait until the end of the epoch.
+        if len(shared.tasks) > self._tasks:
+            shared = make_plan(sorted(starts), self._tasks, before=shared, split=plan.split)
         return [
             TaskPartition(
                 TaskPlan(
@@ -215,14 +224,17 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     settings=plan.settings,
                     starts={one.partition: starts[one.partition] for one in ranges},
                     cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
-                    until=None if until is None else {one.partition: until[one.partition] for one in ranges},
+                    until=None
+                    if until is None
+                    else {one.partition: until.get(one.partition, 0) for one in ranges},
                     seconds=plan.epoch,
                     sink_limit=plan.sink_limit,
                     outcomes=plan.outcomes,
-                    made_for=(end["for"][0], end["for"][1]),
+                    partitions=end["of"],
+                    order=end["order"],
                 )
             )
-            for task, ranges in enumerate(Plan.decode(end["plan"]).tasks)
+            for task, ranges in enumerate(shared.tasks)
         ]
 
     @patient
@@ -234,7 +246,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run)
             self._settler.settle(end["epoch"])
 
-    def _share_out(self, state: State, start: dict[str, Any], partitions: Sequence[int], tasks: int) -> Plan:
+    def _share_out(self, state: State, start: dict[str, Any], partitions: Sequence[int]) -> Plan:
         """The next epoch's plan, by the last one and the load that its tasks saw."""
         before = Plan.decode(start["plan"]) if "plan" in start else None
         loads: dict[int, Load] = {}
@@ -244,7 +256,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 loads[partition] = tuple(map(sum, zip(*seen, strict=True)))
         if sum(map(sum, loads.values())) < _ENOUGH:  # of a few messages nothing can be told
             loads = {}
-        return make_plan(partitions, tasks, loads=loads, before=before, split=self._plan.split)
+        return make_plan(partitions, self._tasks, loads=loads, before=before, split=self._plan.split)
 
     def _state(self, partitions: Sequence[int]) -> State:
         """The state topic as it is now. The planner keeps its view of it."""

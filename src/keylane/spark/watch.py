@@ -55,7 +55,7 @@ class Watch:
     def _main(self) -> None:
         plan = self._plan
         told = plan.tasks, plan.there
-        missing = 0
+        missing = number = 0
         try:
             while not self._query.awaitTermination(EVERY):
                 try:
@@ -72,7 +72,8 @@ class Watch:
                         )
                         topic = f"{plan.app}.state"
                         state = self._cluster.partitions(topic)
-                        order_plan(plan.settings, topic, state, plan.run, tasks=now[0], source=now[1])
+                        number += 1
+                        order_plan(plan.settings, topic, state, plan.run, number=number, tasks=tasks)
                         told = now
                 except KeylaneError as error:
                     log.info("app %r: what there is cannot be seen now: %s", plan.app, error)
