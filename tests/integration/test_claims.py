@@ -261,3 +261,18 @@ def test_who_gives_up_in_the_middle_of_a_claim_is_in_nobodys_way(log: Log, app: 
     began = time.monotonic()
     assert other.claim()
     assert time.monotonic() - began < 5
+
+
+def test_owners_of_other_slots_leave_each_other_alone(log: Log, app: str) -> None:
+    low = Owner(log.settings, app, "low", slots=Slots(0, 999))
+    high = Owner(log.settings, app, "high", slots=Slots(1000, 65535))
+    assert low.claim()
+    assert high.claim(), "nobody had to be fenced"
+    low.commit(10)
+    high.commit(11)
+    middle = Owner(log.settings, app, "middle", slots=Slots(500, 1500))
+    assert not middle.claim()
+    for one in (low, high):
+        with pytest.raises(FencedError):
+            one.commit(12)
+    assert progress(log, app) == 11

@@ -142,6 +142,7 @@ COMMANDS = [
     "dlq",
     "dlq list",
     "dlq redrive",
+    "plan",
     "lanes",
     "lanes skip",
 ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from keylane import App, Message, Retry, Transient
+from keylane.cli.main import app as cli
 from keylane.testing import HistoryWriter, check_results, read_history
 from support import Log, ids, wait_until
 
@@ -62,6 +65,15 @@ def test_one_partition_is_shared_by_two_tasks(
     assert query.exception() is None
     verdict = judge(sent)
     assert verdict.repeats == 0
+    told = CliRunner().invoke(cli, ["plan", name, "--bootstrap", broker.bootstrap, "--json"])
+    assert [
+        [(r["partition"], r["first"], r["last"]) for r in task] for task in json.loads(told.stdout)["tasks"]
+    ] == [
+        [(0, 0, 32767)],
+        [(0, 32768, 65535)],
+    ]
+    told = CliRunner().invoke(cli, ["plan", name, "--bootstrap", broker.bootstrap, "--tasks", "1"])
+    assert "task 0: partition 0\n" in told.stdout
     by_owner: defaultdict[str, set[bytes | None]] = defaultdict(set)
     for event in read_history(tmp_path / "history").events:
         by_owner[event.owner].add(event.key)
