@@ -17,6 +17,10 @@ class KafkaError(KeylaneError):
     """The broker, a topic or the client refused; says which and why."""
 
 
+class DataLossError(KeylaneError):
+    """Messages that were to be read are no longer in their topic; says which, and how to go on without them."""
+
+
 class AbortedError(KafkaError):
     """A transaction was not taken; nothing of it counts."""
 
