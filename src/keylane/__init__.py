@@ -18,6 +18,7 @@ from keylane.errors import (
     SettingsError,
     Transient,
 )
+from keylane.frames import ordered
 from keylane.message import Message
 
 __version__ = "0.1.0"
@@ -39,4 +40,5 @@ __all__ = [
     "Retry",
     "SettingsError",
     "Transient",
+    "ordered",
 ]
