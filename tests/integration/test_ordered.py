@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,12 +59,13 @@ def bank(name: str, history: Path, **settings: Any) -> App:
 def load(count: int, keys: int) -> list[dict[str, Any]]:
     """Some without a key, some without an event id, some that were sent twice."""
     messages: list[dict[str, Any]] = []
+    began = int(time.time() * 1000) - count  # older ones would be gone by the broker's retention before long
     for number in range(count):
         message: dict[str, Any] = {
             "key": None if number % 50 == 49 else b"k%d" % (number * 7 % keys),
             "value": json.dumps({"number": number}),
             "headers": [("event-type", b"Booked")],
-            "timestamp": 1_700_000_000_000 + number,
+            "timestamp": began + number,
         }
         if number % 3:
             message["headers"] = [("event-id", b"e%d" % number), *message["headers"]]

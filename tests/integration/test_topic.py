@@ -120,7 +120,7 @@ _open: list[Producer] = []  # held, or their transactions would be over
 
 
 def test_the_columns_are_those_of_sparks_own_source(topics: Topics, log: Log, name: str) -> None:
-    log.create(name, partitions=1)
+    log.create(name, partitions=1, retention_ms="-1")
     log.send(
         name,
         [
@@ -163,7 +163,7 @@ def test_every_message_once_and_in_order_however_the_table_is_cut(
 
 
 def test_edges_are_offsets_and_times(topics: Topics, log: Log, name: str) -> None:
-    log.create(name, partitions=2)
+    log.create(name, partitions=2, retention_ms="-1")
     log.send(name, [{"value": b"%d" % i, "partition": i % 2, "timestamp": 1000 + i} for i in range(20)])
     exact = topics.offsets(
         subscribe=name,
