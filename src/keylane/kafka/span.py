@@ -114,17 +114,9 @@ class SpanReader:
                     self._silent(reading)
                     continue
                 # Blocking for the first only: consume(n, timeout) would wait out its time-out for the rest.
-                messages: tuple[Any, ...] = (first, *self._consumer.consume(_PART, 0))
-                for message in messages:
-                    if message.error() is not None:
-                        self._heard(reading, message)
-                        continue
-                    offset = message.offset()
-                    reading.next = offset + 1
-                    if offset >= span.end:
-                        break
-                    rows.append(message)
-                    size += len(message)
+                found = self._sorted_out(reading, [first, *self._consumer.consume(_PART, 0)])
+                rows += found
+                size += sum(map(len, found))
                 reading.look()
                 if len(rows) >= ROWS or size >= BYTES:
                     yield rows
@@ -133,6 +125,25 @@ class SpanReader:
                 yield rows
         finally:
             self._consumer.unassign()
+
+    def _sorted_out(self, reading: _Reading, messages: list[Any]) -> list[Any]:
+        """The span's messages among what came, all of which is noted."""
+        end = reading.span.end
+        last = messages[-1]
+        # Almost always there are nothing but messages of the span, and no look at each is needed.
+        if not any([message.error() for message in messages]) and last.offset() < end:  # noqa: C419 - faster
+            reading.next = last.offset() + 1
+            return messages
+        found = []
+        for message in messages:
+            if message.error() is not None:
+                self._heard(reading, message)
+                continue
+            reading.next = message.offset() + 1
+            if reading.next > end:
+                break
+            found.append(message)
+        return found
 
     def _assign(self, span: Span, offset: int) -> None:
         self._consumer.assign([TopicPartition(span.topic, span.partition, offset)])
