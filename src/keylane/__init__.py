@@ -5,6 +5,7 @@ from __future__ import annotations
 from keylane.app import App
 from keylane.core.breaker import Breaker, CircuitState
 from keylane.core.flood import FloodGuard
+from keylane.core.ledger import Ledger
 from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
@@ -33,6 +34,7 @@ __all__ = [
     "Idempotency",
     "KafkaError",
     "KeylaneError",
+    "Ledger",
     "Message",
     "Outcome",
     "Poison",

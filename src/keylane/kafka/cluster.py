@@ -156,6 +156,8 @@ class Cluster:
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
         self.ensure(app.state, count, {"cleanup.policy": "compact"})
+        if app.ledger is not None:
+            self.ensure(app.ledger_topic, count, {})
         return Topics(partitions=count, sink_limit=sink_limit)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import uvloop
 
-from keylane.engine.collector import own_collector
+from keylane.engine.collector import collect, own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import FloodError
@@ -193,6 +193,7 @@ class FrameTask:
             self._out.put([])
             work = asyncio.ensure_future(self._work(engine, self._over))
             abandoned = asyncio.ensure_future(self._abandoned.wait())
+            collecting = asyncio.ensure_future(collect(lambda: engine.held))
             try:
                 waiting: list[asyncio.Future[Any]] = [work, abandoned, engine.failure]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -201,9 +202,9 @@ class FrameTask:
                 if work.done():
                     work.result()
             finally:
-                work.cancel()
-                abandoned.cancel()
-                await asyncio.gather(work, abandoned, return_exceptions=True)
+                for job in (work, abandoned, collecting):
+                    job.cancel()
+                await asyncio.gather(work, abandoned, collecting, return_exceptions=True)
                 await engine.abort()
                 await self._wait_for_threads(steps)
 
