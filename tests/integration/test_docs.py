@@ -83,7 +83,7 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    for document in ("docs/failures.md", "docs/testing.md"):
+    for document in ("docs/failures.md", "docs/testing.md", "docs/audit.md"):
         (snippet,) = blocks(document, "python")
         (tmp_path / "snippet.py").write_text(snippet)
         run([sys.executable, "snippet.py"], tmp_path)
@@ -127,6 +127,7 @@ COMMANDS = [
     "dlq redrive",
     "lanes",
     "lanes skip",
+    "verify",
 ]
 
 

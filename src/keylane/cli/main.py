@@ -12,6 +12,7 @@ from keylane.cli import broker, dlq, lanes
 from keylane.cli.demo import demo
 from keylane.cli.run import run
 from keylane.cli.seed import seed
+from keylane.cli.verify import verify
 from keylane.errors import KeylaneError
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ app.add_typer(broker.app, name="broker")
 app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
+app.command()(verify)
 
 
 def main() -> None:
