@@ -6,6 +6,7 @@ from keylane.app import App
 from keylane.core.breaker import Breaker, CircuitState
 from keylane.core.flood import FloodGuard
 from keylane.core.hot import HotKey
+from keylane.core.ledger import Ledger
 from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
@@ -21,6 +22,7 @@ from keylane.errors import (
     Transient,
     Undelivered,
 )
+from keylane.frames import ordered
 from keylane.message import Message
 from keylane.publisher import Delivered, Publisher
 
@@ -39,6 +41,7 @@ __all__ = [
     "Idempotency",
     "KafkaError",
     "KeylaneError",
+    "Ledger",
     "Message",
     "Outcome",
     "Poison",
@@ -48,4 +51,5 @@ __all__ = [
     "SettingsError",
     "Transient",
     "Undelivered",
+    "ordered",
 ]

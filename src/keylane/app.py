@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from keylane.core.breaker import Breaker
 from keylane.core.flood import FloodGuard
+from keylane.core.ledger import Ledger
 from keylane.core.retry import Retry
 from keylane.core.ring import slot_of
 from keylane.core.seen import Idempotency
@@ -107,6 +108,9 @@ class App:
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
     (seconds; 1, or 0.05 with exactly_once), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
+    ``ledger`` writes a record of every attempt to ``<name>.ledger``, of all keys or a share of them, for
+    ``keylane verify``; in the transaction that commits the progress.
+
     Raises :class:`SettingsError` for settings that cannot work.
     """
 
@@ -132,6 +136,7 @@ class App:
         commit_interval: float | None = None,
         drain_timeout: float = 30.0,
         observer: Observer | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.name = _topic_name("name", name)
         self.source = _topic_name("source", source)
@@ -213,6 +218,15 @@ class App:
         )
         self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
         self.observer = observer
+        if ledger is not None and not isinstance(ledger, Ledger):
+            raise SettingsError(
+                f"App {name!r}: ledger={ledger!r} is no Ledger; write ledger=Ledger(), or Ledger(share=0.1)"
+            )
+        if self.ledger_topic in (source, sink):
+            raise SettingsError(
+                f"App {name!r}: {self.ledger_topic!r} is the app's own topic, not a source or sink"
+            )
+        self.ledger = ledger
         self.stages: list[Stage] = []
         self.resources: dict[str, Resource] = {}
         self.hooks: dict[str, list[Callable[..., Any]]] = {}
@@ -230,6 +244,11 @@ class App:
     def state(self) -> str:
         """The topic of the app's own state."""
         return f"{self.name}.state"
+
+    @property
+    def ledger_topic(self) -> str:
+        """The topic of the app's ledger, when it keeps one."""
+        return f"{self.name}.ledger"
 
     @overload
     def stage(self, function: F, /) -> F: ...

@@ -41,6 +41,10 @@ class DeliveryError(KafkaError):
         self.undelivered = tuple(undelivered)
 
 
+class DataLossError(KeylaneError):
+    """Messages that were to be read are no longer in their topic; says which, and how to go on without them."""
+
+
 class AbortedError(KafkaError):
     """A transaction was not taken; nothing of it counts."""
 

@@ -46,6 +46,7 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
     """Every command and snippet of the README but `make demo`, in its order, in an empty folder."""
     state = {"KEYLANE_STATE": str(tmp_path / "state")}
     shop, orders, harness, spark = blocks("README.md", "python")
+    (frames,) = blocks("docs/frames.md", "python")
     demo, broker, work, stop = blocks("README.md", "sh")
     assert demo.strip() == "make demo"
     (tmp_path / "shop.py").write_text(shop)
@@ -72,10 +73,13 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
         ]
         (tmp_path / "on_spark.py").write_text(
             "from shop import app\n"
-            + spark.replace("127.0.0.1:9092", started["bootstrap"])
+            + (spark + frames).replace("127.0.0.1:9092", started["bootstrap"])
             + "spark.stop()\n"
         )
-        run([sys.executable, "on_spark.py"], tmp_path)
+        told = run([sys.executable, "on_spark.py"], tmp_path)
+        assert re.search(r"ok\|\s*990\b", told), told
+        assert re.search(r"dead\|\s*10\b", told), told
+        assert "an order without an amount" in told
         (operator,) = blocks("docs/failures.md", "sh")
         told = run(["bash", "-ec", operator], tmp_path, **state, **bootstrap)
         assert "an order without an amount" in told
@@ -84,7 +88,7 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    for document in ("docs/failures.md", "docs/testing.md"):
+    for document in ("docs/failures.md", "docs/testing.md", "docs/audit.md"):
         (snippet,) = blocks(document, "python")
         (tmp_path / "snippet.py").write_text(snippet)
         run([sys.executable, "snippet.py"], tmp_path)
@@ -145,6 +149,7 @@ COMMANDS = [
     "plan",
     "lanes",
     "lanes skip",
+    "verify",
 ]
 
 

@@ -13,6 +13,7 @@ from keylane.cli.demo import demo
 from keylane.cli.plan import plan
 from keylane.cli.run import run
 from keylane.cli.seed import seed
+from keylane.cli.verify import verify
 from keylane.errors import KeylaneError
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.command()(plan)
+app.command()(verify)
 
 
 def main() -> None:

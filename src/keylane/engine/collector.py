@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+_EVERY = 10.0
+_BELOW = 5_000
+_AT_LEAST = 60.0
 
 
 @contextmanager
@@ -27,3 +33,16 @@ def own_collector() -> Iterator[None]:
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+async def collect(held: Callable[[], int]) -> None:
+    """Collect cycles that stages left behind, when little is held or it has been long; until cancelled.
+
+    The engine itself leaves none; Python's own runs are off: see :func:`own_collector`.
+    """
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(_EVERY)
+        if held() < _BELOW or time.monotonic() - last > _AT_LEAST:
+            gc.collect()
+            last = time.monotonic()

@@ -104,6 +104,11 @@ class Delivery(Message):
         return self.trouble is not None and self.trouble.letter is not None
 
     @property
+    def record(self) -> Record:
+        """What it was made of."""
+        return self._record
+
+    @property
     def original(self) -> bytes | None:
         """The value as it was in the source topic."""
         return self._record.value()

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
     ConfigResource,
     NewPartitions,
@@ -22,7 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from confluent_kafka import Consumer
 
@@ -155,9 +155,9 @@ class Cluster:
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
-        if (
-            app.state not in self.topics()
-        ):  # else it has the layout that is in force: the planner makes it grow
+        if app.ledger is not None:
+            self.ensure(app.ledger_topic, count, {})
+        if app.state not in self.topics():  # else it has the layout in force: the planner makes it grow
             self.ensure(app.state, count, {"cleanup.policy": "compact"})
         return Topics(partitions=min(count, self.partitions(app.state)), sink_limit=sink_limit)
 
@@ -192,18 +192,28 @@ class Cluster:
     def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
         """The end (or the beginning) of each partition: the offset that the next message will get."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {TopicPartition(topic, p): spec for p in partitions}
+        found = self.offsets({(topic, p): spec for p in partitions})
+        return {partition: offset for (_, partition), offset in found.items()}
 
-        def ask() -> dict[int, int]:
-            futures = self._admin.list_offsets(asked, request_timeout=TIMEOUT)
-            return {at.partition: int(future.result().offset) for at, future in futures.items()}
+    def offsets(
+        self, asked: Mapping[tuple[str, int], OffsetSpec], *, committed: bool = False
+    ) -> dict[tuple[str, int], int]:
+        """What each specification means in its topic and partition; -1 for a time after the last message.
+
+        ``committed``: the end is where the first open transaction begins.
+        """
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        request = {TopicPartition(*place): spec for place, spec in asked.items()}
+
+        def ask() -> dict[tuple[str, int], int]:
+            futures = self._admin.list_offsets(request, isolation_level=level, request_timeout=TIMEOUT)
+            return {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
 
         try:
-            return patiently(ask)
+            return patiently(ask) if request else {}
         except KafkaException as error:
-            raise KafkaError(
-                f"offsets of topic {topic!r} could not be read: {error.args[0].str()}"
-            ) from error
+            topics = ", ".join(sorted({repr(topic) for topic, _ in asked}))
+            raise KafkaError(f"offsets of topic {topics} could not be read: {error.args[0].str()}") from error
 
     def committed(
         self, group: str, topic: str, partitions: Iterable[int]

@@ -31,8 +31,21 @@ _POLL = 0.02
 _FULL = 0.005
 _STUCK = 0.5
 """Seconds for which the task is full before the partition that holds most is paused."""
-_GONE = 30.0
+GONE = 30.0
 """Seconds after which a topic that the broker does not know counts as deleted."""
+MISSING = (
+    ClientError.UNKNOWN_TOPIC_OR_PART,
+    ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
+    ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
+)
+"""The topic is not there; a broker that has just come back may say so too."""
+LASTING = (
+    ClientError.TOPIC_AUTHORIZATION_FAILED,
+    ClientError.GROUP_AUTHORIZATION_FAILED,
+    ClientError.CLUSTER_AUTHORIZATION_FAILED,
+    ClientError._AUTHENTICATION,  # noqa: SLF001
+)
+"""What does not pass by itself."""
 
 
 @dataclass(slots=True)
@@ -255,24 +268,13 @@ class Fetcher:
 
     def _problem(self, error: Any) -> None:
         """An error the client reports: what does not pass by itself ends the task, the rest is said now and then."""
-        missing = (
-            ClientError.UNKNOWN_TOPIC_OR_PART,
-            ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
-            ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
-        )
-        lasting = (
-            ClientError.TOPIC_AUTHORIZATION_FAILED,
-            ClientError.GROUP_AUTHORIZATION_FAILED,
-            ClientError.CLUSTER_AUTHORIZATION_FAILED,
-            ClientError._AUTHENTICATION,  # noqa: SLF001
-        )
         now = time.monotonic()
-        if error.code() not in missing:
+        if error.code() not in MISSING:
             self._missing_since = 0.0
         elif not self._missing_since:
             self._missing_since = now  # a broker that has just come back may not know its topics yet
-        gone = bool(self._missing_since) and now - self._missing_since > _GONE
-        if error.fatal() or error.code() in lasting or gone:
+        gone = bool(self._missing_since) and now - self._missing_since > GONE
+        if error.fatal() or error.code() in LASTING or gone:
             raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
         if now - self._warned > 10:
             self._warned = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
+import copy
 import json
 import logging
 import os
@@ -21,7 +21,7 @@ from keylane.core.plan import BUCKET, BUCKETS
 from keylane.core.ring import ALL
 from keylane.core.standing import RangeMark
 from keylane.engine import skew
-from keylane.engine.collector import own_collector
+from keylane.engine.collector import collect, own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import AbortedError, FencedError, FloodError, KafkaError, KeylaneError
@@ -30,6 +30,7 @@ from keylane.kafka.claims import SAYS_SO_EVERY, Claims
 from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.graveyard import Graveyard
+from keylane.kafka.ledger import LedgerWriter
 from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
 from keylane.kafka.seat import take_seat
@@ -54,9 +55,6 @@ log = logging.getLogger("keylane.task")
 _PUMP_BUSY = 0.005
 _PUMP_IDLE = 0.05
 _CONTROL = 0.1
-_COLLECT_EVERY = 10.0
-_COLLECT_BELOW = 5_000
-_COLLECT_AT_LEAST = 60.0
 _SOON = 0.005
 """Seconds until a record that a lane waits for is written."""
 _ABORTED_MAX = 5
@@ -123,6 +121,12 @@ class Task:
         self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
+        self._ledger: LedgerWriter | None = None
+        self._observed = self._app  # with the ledger as its observer, if it keeps one
+        if self._app.ledger is not None:
+            self._ledger = LedgerWriter(self._app, self._app.ledger, self.owner)
+            self._observed = copy.copy(self._app)
+            self._observed.observer = self._ledger
 
     def outcomes(self) -> Iterator[list[Delivery]]:
         """Run the epoch and yield what is done, in batches. Raises what ended it when that was not the plan."""
@@ -189,7 +193,7 @@ class Task:
             fail=lambda error: _on(loop, engine.fail, error),
         )
         engine = Engine(
-            app,
+            self._observed,
             steps,
             output,
             on_done=self._done,
@@ -201,6 +205,8 @@ class Task:
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen
         seat.scribe.fail = engine.fail
+        if self._ledger is not None:
+            self._ledger.open(seat.scribe)
         desk = self._desk = Desk(
             engine, output, plan.settings, app, self.owner, state.redriven, plan.cuts, time.time
         )
@@ -225,7 +231,7 @@ class Task:
         background = [
             loop.create_task(self._pump(engine, output)),
             loop.create_task(self._write_now_and_then(seat, state, claims)),
-            loop.create_task(self._collect_garbage(engine)),
+            loop.create_task(collect(lambda: engine.held)),
             loop.create_task(self._watch_skew(engine)),
             loop.create_task(desk.run()),
             loop.create_task(graveyard.ship()),
@@ -342,10 +348,18 @@ class Task:
             """Called when the transaction's progress has been taken: what is done by then is in it."""
             batch.extend(self._uncommitted)
             self._uncommitted = []
+            if self._ledger is not None:
+                self._ledger.hand_over()
             if final is not None:
                 final()
 
-        await self._books.write(close, last=final is not None)
+        taken = False
+        try:
+            await self._books.write(close, last=final is not None)
+            taken = True
+        finally:
+            if self._ledger is not None:
+                self._ledger.written(taken=taken)
         self._count(batch)
 
     async def _wait_for_threads(self, steps: Sequence[Step]) -> None:
@@ -435,6 +449,8 @@ class Task:
         return wanted
 
     def _done(self, deliveries: list[Delivery]) -> None:
+        if self._ledger is not None:
+            self._ledger.done(deliveries)
         offsets: dict[int, list[int]] = {}
         own = deliveries
         if self._desk is not None and not self._desk.idle:
@@ -495,19 +511,6 @@ class Task:
                 handed_out = time.monotonic()
                 self._hand_out()
             await asyncio.sleep(_PUMP_BUSY if engine.held else _PUMP_IDLE)
-
-    @staticmethod
-    async def _collect_garbage(engine: Engine) -> None:
-        """Collect cycles that stages left behind, when little is held or it has been long.
-
-        The engine itself leaves none; Python's own runs are off: see :func:`own_collector`.
-        """
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(_COLLECT_EVERY)
-            if engine.held < _COLLECT_BELOW or time.monotonic() - last > _COLLECT_AT_LEAST:
-                gc.collect()
-                last = time.monotonic()
 
     @staticmethod
     async def _watch_skew(engine: Engine) -> None:

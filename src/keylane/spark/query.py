@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from keylane.kafka.cluster import Cluster
 from keylane.kafka.state import order_stop
 from keylane.spark.options import Options
 from keylane.spark.parcel import Parcel, pack
+from keylane.spark.session import refuse_speculation, use_this_python
 from keylane.spark.source import LaneSource, RunPlan
 from keylane.spark.watch import Watch, tasks_for
 
@@ -107,13 +106,8 @@ def _plan(
 ) -> tuple[Options, RunPlan]:
     app.check()
     options = Options.parse(given, app.source)
-    context = spark.sparkContext
-    if context.getConf().get("spark.speculation", "false").lower() == "true":
-        raise SettingsError(
-            "spark.speculation is on: Spark would run a lane twice at the same time. Turn it off for this session"
-        )
-    if "PYSPARK_PYTHON" not in os.environ and (context.master or "").startswith("local"):
-        context.pythonExec = sys.executable  # the workers need the packages that are installed here
+    refuse_speculation(spark)
+    use_this_python(spark)
     cluster = Cluster(options.settings)
     topics = cluster.prepare(app)
     run = uuid.uuid4().hex

@@ -63,6 +63,21 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         raise SettingsError(f"Spark could not be started on {master!r}: {cause(error).line}") from error
 
 
+def use_this_python(spark: SparkSession) -> None:
+    """Let workers on this machine run this Python, which has our packages, unless somebody has chosen another."""
+    context = spark.sparkContext
+    if "PYSPARK_PYTHON" not in os.environ and (context.master or "").startswith("local"):
+        context.pythonExec = sys.executable
+
+
+def refuse_speculation(spark: SparkSession) -> None:
+    """Raises :class:`SettingsError` when Spark would run a task twice at the same time."""
+    if spark.sparkContext.getConf().get("spark.speculation", "false").lower() == "true":
+        raise SettingsError(
+            "spark.speculation is on: Spark would run a lane twice at the same time. Turn it off for this session"
+        )
+
+
 def worker_python() -> Path:
     """This Python for workers on this machine, without Spark's zipped copies of PySpark on its path.
 

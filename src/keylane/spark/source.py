@@ -147,7 +147,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if adopted < there:
             moving = self._in_the_way(cluster, state, start, there)
             if moving is None:  # nothing of the old layout is left to be done
-                cluster.ensure(f"{plan.app}.state", there, {})
+                known = cluster.topics()
+                for own in ("dlq", "ledger", "state"):  # the last one says that the others are ready
+                    if f"{plan.app}.{own}" in known:
+                        cluster.ensure(f"{plan.app}.{own}", there, {})
                 log.warning("%s: the %d new partitions are read from now on", plan.topic, there - adopted)
                 partitions = range(there)
                 state = self._state(partitions)

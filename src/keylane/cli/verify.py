@@ -1,0 +1,169 @@
+"""`keylane verify`: the audit of an app's ledger."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keylane.cli.arguments import App, Bootstrap, Json, Options, client, moment
+from keylane.cli.keys import show_key
+from keylane.errors import KafkaError, SettingsError
+from keylane.kafka.cluster import Cluster
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.spark.audit import Audit
+    from keylane.testing.verdict import Violation
+
+
+def verify(
+    name: App,
+    bootstrap: Bootstrap = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only what happened since: 30m, 2h, 7d, or a time.")
+    ] = None,
+    skew: Annotated[
+        float, typer.Option(min=0.0, help="Seconds by which the clocks of the app's machines may differ.")
+    ] = 0.0,
+    master: Annotated[str, typer.Option(help="Spark's master; this machine by default.")] = "local[*]",
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Prove from the app's ledger that it kept its promises, or show where it did not.
+
+    The ledger APP.ledger has a record of every attempt of an app with ledger=Ledger(). Looked for are: two attempts of
+    a key at the same time, messages that overtook an earlier one of their key, messages that are committed as done and
+    were never finished, results that the same task made twice. Also told: how many messages finished again, and why,
+    and how many keys stayed with one task.
+
+    Exits with 0 when all is well, 1 when something was found, 2 when it could not be looked at.
+
+    \b
+    keylane verify shop
+    keylane verify shop --since 2h --json
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
+    settings = client(bootstrap, option)
+    began = None if since is None else int(moment(since, time.time(), "--since") * 1000)
+    Cluster(settings).partitions(
+        f"{name}.ledger", f"the ledger of app {name!r}, topic"
+    )  # before Spark is started
+    from keylane.spark.session import session  # noqa: PLC0415 - only now Spark is needed
+
+    clock = time.monotonic()
+    spark = session(master, f"keylane verify {name}", spark_sql_shuffle_partitions="16")
+    try:
+        found = _audit(spark, settings, name, began, skew)
+    finally:
+        spark.stop()
+    if as_json:
+        typer.echo(json.dumps(_facts(name, found, time.monotonic() - clock)))
+    else:
+        _print(name, found, time.monotonic() - clock)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int | None, skew: float) -> Audit:
+    from keylane.spark.audit import audit, read_ledger  # noqa: PLC0415
+    from keylane.spark.topic import register  # noqa: PLC0415
+
+    register(spark)
+
+    def topic(which: str, columns: str, **more: str) -> DataFrame:
+        options = {"kafka.bootstrap.servers": settings.bootstrap, "subscribe": which, **more}
+        options |= {f"kafka.{option}": value for option, value in settings.extra}
+        if began is not None:
+            options |= {"startingTimestamp": str(began), "startingOffsetsByTimestampStrategy": "latest"}
+        return spark.read.format("keylane.topic").schema(columns).options(**options).load()
+
+    def ledger(**more: str) -> DataFrame:
+        return read_ledger(topic(f"{name}.ledger", "key BINARY, value BINARY", **more))
+
+    cluster = Cluster(settings)
+    first = ledger().select("topic").first()
+    if first is None or not first.topic:
+        raise SettingsError(f"the ledger of app {name!r} is empty: run it with App(…, ledger=Ledger())")
+    source = first.topic
+    try:
+        count = cluster.partitions(source, "the source, topic")
+    except KafkaError:
+        typer.echo(f"topic {source!r} is gone: whether anything was lost cannot be said", err=True)
+        count = 0
+    # The end is taken before the ledger is read: what is committed by then is in it.
+    until = {p: offset for p, (offset, _) in cluster.committed(name, source, range(count)).items()}
+    return audit(
+        spark,
+        ledger(**{"kafka.isolation.level": "read_uncommitted"}),
+        committed=ledger(),
+        source=topic(source, "key BINARY, partition INT, offset BIGINT") if count else None,
+        until=until,
+        stretch=began is not None,
+        skew=skew,
+    )
+
+
+def _facts(name: str, found: Audit, seconds: float) -> dict[str, Any]:
+    return {
+        "app": name,
+        "sound": found.ok,
+        "attempts": found.attempts,
+        "messages": found.messages,
+        "keys": found.keys,
+        "owners": found.owners,
+        "share": found.share,
+        "retried": found.retried,
+        "unfinished": found.unfinished,
+        "checked_for_loss": found.checked,
+        "no_longer_in_source": found.gone,
+        "repeats": dict(found.repeats),
+        "affinity": round(found.affinity, 6),
+        "violations": {flaw.value: count for flaw, count in found.tally.items()},
+        "counterexamples": [_shown(violation) for violation in found.violations],
+        "seconds": round(seconds, 1),
+    }
+
+
+def _shown(violation: Violation) -> dict[str, Any]:
+    return {
+        "flaw": violation.flaw.value,
+        "detail": violation.detail,
+        "key": None if violation.key is None else show_key(violation.key),
+        "partition": violation.partition,
+        "offset": violation.offset,
+        "timeline": str(violation).splitlines()[1:],
+    }
+
+
+def _print(name: str, found: Audit, seconds: float) -> None:
+    say = typer.echo
+    share = "" if found.share == 1 else f" ({found.share:.3g} of the keys)"
+    say(
+        f"{name}: {found.attempts:,} attempts at {found.messages:,} messages of {found.keys:,} keys{share}, by "
+        f"{found.owners:,} tasks, in {seconds:.0f} s"
+    )
+    rows = [
+        ("at the same time in a key", "overlap"),
+        ("overtaken, or gone back", "order"),
+        ("lost", "lost"),
+        ("twice by the same task", "repeat"),
+    ]
+    for text, flaw in rows:
+        count = sum(number for kind, number in found.tally.items() if kind.value == flaw)
+        more = f" of {found.checked:,} that are committed" if flaw == "lost" else ""
+        say(f"  {text:<28}{count:>12,}{more}")
+    again = sum(found.repeats.values())
+    say(f"  {'finished again':<28}{again:>12,}")
+    for why, count in sorted(found.repeats.items(), key=lambda pair: -pair[1]):
+        say(f"    {why:<26}{count:>12,}")
+    say(f"  {'retried':<28}{found.retried:>12,}")
+    say(f"  {'begun and not finished':<28}{found.unfinished:>12,}")
+    say(f"  {'keys with one owner':<28}{found.affinity:>12.1%}")
+    for violation in found.violations:
+        say("")
+        say(str(violation))
+    say("")
+    say("all is well" if found.ok else "NOT SOUND: see the counterexamples above")

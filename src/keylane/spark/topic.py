@@ -1,0 +1,275 @@
+"""The data source ``keylane.topic``: topics as DataFrames, tables and streams, without Spark's connector jar.
+
+Columns, options and their meaning are those of Spark's own Kafka source. Offsets of a stream are in Spark's checkpoint;
+a micro-batch is a span of offsets in every partition, and is the same whenever it is read again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
+
+from keylane.errors import KafkaError, SettingsError
+from keylane.kafka.cluster import patient
+from keylane.kafka.extent import Extent
+from keylane.kafka.span import Span, SpanSettings, divide, lost, span_reader
+from keylane.spark.pushdown import Narrowing
+from keylane.spark.rows import DDL, HEADERS_DDL, Rows
+from keylane.spark.session import use_this_python
+from keylane.spark.topic_options import TopicOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+    from pyspark.sql.datasource import Filter
+    from pyspark.sql.streaming.datasource import ReadLimit
+    from pyspark.sql.types import StructType
+
+    from keylane.kafka.extent import Place
+
+_PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+
+
+def register(spark: SparkSession) -> None:
+    """Make ``spark.read.format("keylane.topic")`` and ``spark.readStream.format("keylane.topic")`` known.
+
+    Filters reach the source when ``spark.sql.python.filterPushdown.enabled`` is on; where nobody has set it, it is
+    turned on for this session.
+    """
+    use_this_python(spark)
+    pushes = spark.conf.get(_PUSHDOWN, "true") == "true"  # nobody has turned it off
+    if pushes:
+        spark.conf.set(_PUSHDOWN, "true")
+    settings = {"bootstrap": os.environ.get("KEYLANE_BOOTSTRAP"), "pushes": pushes}
+    spark.dataSource.register(type("TopicSource", (TopicSource,), settings))
+
+
+class SpanPartition(InputPartition):
+    """Spark's unit of work: a span."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self.span = span
+
+
+class TopicSource(DataSource):
+    """Subclassed by :func:`register`, with what the driver's process knows."""
+
+    bootstrap: ClassVar[str | None] = None
+    pushes: ClassVar[bool] = False
+    """Whether Spark hands over filters. A reader that could take them is an error when it does not."""
+
+    @classmethod
+    def name(cls) -> str:
+        """As in ``spark.read.format("keylane.topic")``."""
+        return "keylane.topic"
+
+    def schema(self) -> str:
+        """Spark's columns for Kafka. ``.schema(…)`` may name some of them: only those are made."""
+        headers = str(self.options.get("includeHeaders", "false")).lower() == "true"
+        return f"{DDL}, {HEADERS_DDL}" if headers else DDL
+
+    def reader(self, schema: StructType) -> TopicReader:
+        """For a table."""
+        options = TopicOptions.parse(self.options, stream=False, bootstrap=self.bootstrap)
+        return (FilteringReader if self.pushes else TopicReader)(options, Rows(schema))
+
+    def streamReader(self, schema: StructType) -> TopicStreamReader:  # noqa: N802 - Spark's name
+        """For a stream."""
+        options = TopicOptions.parse(self.options, stream=True, bootstrap=self.bootstrap)
+        return TopicStreamReader(options, Rows(schema))
+
+
+class _Reading:
+    """What tables and streams share: a span becomes record batches."""
+
+    def __init__(self, options: TopicOptions, rows: Rows) -> None:
+        self._options = options
+        self._rows = rows
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """On an executor: one span. The empty plan of a table that has no rows is a partition of nothing."""
+        if not isinstance(partition, SpanPartition):
+            return
+        options, span = self._options, partition.span
+        settings = SpanSettings(
+            kafka=options.settings,
+            group=options.group,
+            committed=options.committed,
+            fail_on_loss=options.fail_on_loss,
+        )
+        with span_reader(settings) as reader:
+            for messages in reader.read(span):
+                yield self._rows.to_arrow(span.topic, span.partition, messages)
+
+    def _extent(self) -> Extent:
+        options = self._options
+        return Extent(options.settings, options.selection, committed=options.committed)
+
+    def _divided(self, spans: list[Span]) -> list[SpanPartition]:
+        wanted = self._options.min_partitions
+        if wanted is not None and wanted > len(spans):
+            spans = divide(spans, wanted)
+        return [SpanPartition(span) for span in spans]
+
+
+class TopicReader(_Reading, DataSourceReader):
+    """A table: what lies between two edges when the query is planned."""
+
+    def __init__(self, options: TopicOptions, rows: Rows) -> None:
+        super().__init__(options, rows)
+        self._narrowing = Narrowing()
+
+    def partitions(self) -> Sequence[SpanPartition]:
+        """Beside the driver. One for each topic's partition, or more: ``minPartitions``."""
+        options, extent = self._options, self._extent()
+        places = extent.places()
+        if not places:
+            raise KafkaError(f"option subscribePattern={options.selection.pattern!r}: no topic is named so")
+        starts = extent.resolve(options.starting, places, fail_on_loss=options.fail_on_loss)
+        ends = extent.resolve(options.ending, places, fail_on_loss=options.fail_on_loss)
+        if not (options.starting.times or options.ending.times):
+            for topic, partition in places:
+                start, end = starts[topic, partition], ends[topic, partition]
+                if start > end:
+                    raise SettingsError(
+                        f"{topic}/{partition}: reading begins at offset {start} and ends at {end}"
+                    )
+        spans = extent.spans(starts, ends, fail_on_loss=options.fail_on_loss)
+        return self._divided(self._narrowed(extent, spans))
+
+    def _narrowed(self, extent: Extent, spans: list[Span]) -> list[Span]:
+        narrowing = self._narrowing
+        spans = narrowing.apply(spans)
+        if narrowing.since is None or not spans:
+            return spans
+        since = extent.since({(span.topic, span.partition): narrowing.since for span in spans})
+        later = [(span, since[span.topic, span.partition]) for span in spans]
+        return [
+            replace(span, start=max(span.start, offset)) for span, offset in later if 0 <= offset < span.end
+        ]
+
+
+class FilteringReader(TopicReader):
+    """A table whose query's filters are known beforehand: what they rule out is not even fetched."""
+
+    def pushFilters(self, filters: list[Filter]) -> list[Filter]:  # noqa: N802 - Spark's name
+        """Look at all of them, and leave all of them to Spark as well."""
+        for given in filters:
+            self._narrowing.add(given)
+        return filters
+
+
+class TopicStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A stream. An offset is, as for Spark's own source, ``{"topic": {"0": 23}}``: where each partition goes on."""
+
+    def __init__(self, options: TopicOptions, rows: Rows) -> None:
+        super().__init__(options, rows)
+        self._target: dict[Place, int] | None = None
+        # Made in the planner's process, where they are used; never pickled.
+        self._asked: Extent | None = None
+        self._latest: dict[Place, int] = {}
+        self._told: set[str] = set()  # topics that are gone, and were spoken of
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's names, here and below
+        """``maxOffsetsPerTrigger``."""
+        most = self._options.max_per_trigger
+        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where a new query begins; one that goes on has its own in the checkpoint."""
+        options, extent = self._options, self._connect()
+        return _json(extent.resolve(options.starting, extent.places(), fail_on_loss=options.fail_on_loss))
+
+    @patient
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Remember where the topics end now; nothing beyond is read."""
+        extent = self._connect()
+        self._target = extent.latest(extent.places(strict=False))
+
+    @patient
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Where the next micro-batch ends."""
+        extent, begun = self._connect(), _places(start)
+        ends = self._latest = extent.latest(extent.places(strict=False))
+        if self._target is not None:
+            ends = {place: min(ends.get(place, end), end) for place, end in self._target.items()}
+        ends = self._with_what_is_missing(begun, ends)
+        ends = self._with_what_is_new(begun, ends)
+        if isinstance(limit, ReadMaxRows):
+            ends = _limited(begun, ends, limit.max_rows)
+        return _json(ends)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """For the query's progress."""
+        return _json(self._latest) if self._latest else None
+
+    @patient
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[SpanPartition]:
+        """The micro-batch between two offsets: the same again, whenever it is asked for."""
+        begun, ends = _places(start), _places(end)
+        # A partition that was added to a topic is new from its first message on.
+        starts = {place: begun.get(place, 0) for place in ends}
+        wanted = {place: to for place, to in ends.items() if starts[place] < to}
+        spans = self._connect().spans(starts, wanted, fail_on_loss=self._options.fail_on_loss)
+        return self._divided(spans)
+
+    def _connect(self) -> Extent:
+        if self._asked is None:
+            self._asked = self._extent()
+        return self._asked
+
+    def _with_what_is_missing(
+        self, begun: Mapping[Place, int], ends: Mapping[Place, int]
+    ) -> dict[Place, int]:
+        """A topic that is not there stays where it was, if that may be: it may come back."""
+        missing = {place: at for place, at in begun.items() if place not in ends}
+        topics = {topic for topic, _ in missing}
+        if topics and self._options.fail_on_loss:
+            raise KafkaError(
+                f"topic {', '.join(map(repr, sorted(topics)))} is being read and does not exist any more. "
+                "With the option failOnDataLoss=false reading goes on without it"
+            )
+        for topic in topics - self._told:
+            lost(f"topic {topic!r} does not exist any more", fail=False)
+        self._told = topics
+        return {**ends, **missing}
+
+    def _with_what_is_new(self, begun: Mapping[Place, int], ends: Mapping[Place, int]) -> dict[Place, int]:
+        """A partition that ends before where reading stands was made anew: it is read from its beginning."""
+        behind = {place for place, end in ends.items() if end < begun.get(place, 0)}
+        for topic, partition in sorted(behind):
+            end, stood = ends[topic, partition], begun[topic, partition]
+            what = f"{topic}/{partition} ends at offset {end}, before {stood}, where reading stands"
+            lost(what, fail=self._options.fail_on_loss)
+        return {**ends, **self._connect().earliest(behind)}
+
+
+def _limited(begun: Mapping[Place, int], ends: Mapping[Place, int], most: int) -> dict[Place, int]:
+    """At most about so many offsets, of each partition in proportion to what it has; at least one."""
+    sizes = {place: max(0, end - begun.get(place, 0)) for place, end in ends.items()}
+    total = sum(sizes.values())
+    if total <= most:
+        return dict(ends)
+    return {
+        place: begun.get(place, 0) + max(1, size * most // total) if size else ends[place]
+        for place, size in sizes.items()
+    }
+
+
+def _places(offset: Mapping[str, Mapping[str, int]]) -> dict[Place, int]:
+    return {(topic, int(p)): at for topic, partitions in offset.items() for p, at in partitions.items()}
+
+
+def _json(places: Mapping[Place, int]) -> dict[str, Any]:
+    """Always in the same order: Spark compares the text."""
+    found: dict[str, Any] = {}
+    for (topic, partition), at in sorted(places.items()):
+        found.setdefault(topic, {})[str(partition)] = at
+    return found

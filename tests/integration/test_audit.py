@@ -1,0 +1,267 @@
+"""What a ledger proves: planted flaws are found, each with its timeline, and nothing is said of a clean one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane import Ledger, SettingsError
+from keylane.cli.verify import _audit, _facts
+from keylane.spark.audit import WHY, audit
+from keylane.testing import Flaw
+from ledgers import PLANTED, Ledgers
+from tasks import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+    from keylane.spark.audit import Audit
+    from keylane.testing import Sent, Verdict
+    from support import Log
+
+FLAWS = ("overlap", "overtaken", "lost", "double", "back", "repeat")
+
+
+def _tuned(spark: SparkSession, settings: dict[str, str]) -> Iterator[SparkSession]:
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield spark
+    finally:
+        for name in settings:
+            spark.conf.unset(name)
+
+
+@pytest.fixture
+def few(spark: SparkSession) -> Iterator[SparkSession]:
+    """For little data: compiling a query would take longer than running it."""
+    quick = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.adaptive.enabled": "false",
+    }
+    yield from _tuned(spark, quick)
+
+
+@pytest.fixture
+def many(spark: SparkSession) -> Iterator[SparkSession]:
+    """As the command has it."""
+    yield from _tuned(spark, {"spark.sql.shuffle.partitions": "16"})
+
+
+def judge(ledgers: Ledgers, *flaws: str) -> Audit:
+    return audit(ledgers.spark, ledgers.planted(*flaws), source=ledgers.source(), until=ledgers.until())
+
+
+def clean_and_planted(ledgers: Ledgers) -> None:
+    clean = judge(ledgers)
+    assert clean.ok, clean.violations
+    assert (clean.messages, clean.checked, clean.gone) == (ledgers.messages, ledgers.messages, 0)
+    assert clean.attempts == ledgers.messages + clean.retried
+    assert (clean.keys, clean.owners, clean.affinity, dict(clean.repeats)) == (ledgers.keys, 2, 1.0, {})
+
+    found = judge(ledgers, *FLAWS)
+    assert not found.ok
+    assert found.tally == {Flaw.OVERLAP: 1, Flaw.ORDER: 2, Flaw.LOST: 1, Flaw.REPEAT: 1}
+    assert found.repeats == {WHY["other task"]: 1}
+    assert found.affinity == pytest.approx(1 - 3 / ledgers.keys), (
+        "of those three keys a message ran elsewhere"
+    )
+    shown = {(v.flaw, v.key): v for v in found.violations}
+    at = PLANTED * ledgers.keys // 8  # of the planted keys' first: their offsets are a few more
+    for flaw, number, place in (
+        (Flaw.OVERLAP, 20, PLANTED),
+        (Flaw.ORDER, 30, PLANTED + 1),
+        (Flaw.LOST, 40, PLANTED),
+        (Flaw.REPEAT, 50, PLANTED),
+        (Flaw.ORDER, 60, PLANTED),
+    ):
+        violation = shown[flaw, b"key-%d" % number]
+        assert violation.offset == place * ledgers.keys // 8 + number // 8
+        assert len(violation.timeline) > 8
+        assert f"{violation.partition}/{violation.offset - ledgers.keys // 8}" in str(violation)
+    assert at > 0
+    overtaken = shown[Flaw.ORDER, b"key-30"]
+    assert f"while offset {at + 30 // 8} was not finished" in overtaken.detail
+    assert str(overtaken).count("> ") == 1, "the counterexample is marked in its timeline"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_planted_flaws_are_found_and_nothing_is_said_of_a_clean_ledger(few: SparkSession) -> None:
+    clean_and_planted(Ledgers(few, 8_000, 160))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_planted_flaws_are_found_among_a_million(many: SparkSession) -> None:
+    clean_and_planted(Ledgers(many, 1_000_000, 20_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_million_attempts_are_judged_in_minutes(many: SparkSession, tmp_path: Path) -> None:
+    ledgers = Ledgers(many, 9_100_000, 200_000)
+    ledgers.planted("overlap", "lost").write.parquet(str(tmp_path / "ledger"))
+    ledgers.source().write.parquet(str(tmp_path / "source"))
+    ledger, source = many.read.parquet(str(tmp_path / "ledger")), many.read.parquet(str(tmp_path / "source"))
+    began = time.monotonic()
+    found = audit(many, ledger, source=source, until=ledgers.until())
+    seconds = time.monotonic() - began
+    print(f"{found.attempts:,} attempts judged in {seconds:.0f} s")  # noqa: T201
+    assert found.attempts > 10_000_000
+    assert found.tally == {Flaw.OVERLAP: 1, Flaw.LOST: 1}
+    assert seconds < 180
+
+
+@pytest.mark.slow
+def test_a_ledger_that_is_none_is_told(few: SparkSession) -> None:
+    ledgers = Ledgers(few, 800, 8)
+    with pytest.raises(SettingsError, match="the ledger is empty"):
+        audit(few, ledgers.planted().where("false"))
+    broken = ledgers.planted().selectExpr("* EXCEPT (started)", "cast(NULL AS bigint) AS started")
+    with pytest.raises(SettingsError, match="records of the ledger cannot be read"):
+        audit(few, broken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
+def test_an_app_writes_a_ledger_that_proves_what_it_did(
+    delivery: str, few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    runner = Runner(log, name, tmp_path, sink=f"{name}.out", delivery=delivery, ledger=Ledger())
+    log.create(runner.source, f"{name}.out")
+    messages: list[dict[str, Any]] = [
+        {"key": b"k%d" % (i % 20), "value": b"%d%s" % (i, b"!" if i % 50 == 9 else b"")} for i in range(600)
+    ]
+    messages += [{"key": None, "value": b"nobody's"}] * 10
+    sent = log.send(runner.source, messages[:300])
+    runner.run()
+    sent += log.send(runner.source, messages[300:])
+    once, twice = log.send(
+        runner.source, [{"key": b"k1", "value": b"x", "headers": [("event-id", b"e")]}] * 2
+    )
+    sent += [once, twice]
+    runner.run()
+    assert len(runner.outcomes) == len(sent)
+    duplicate = {(twice.partition, twice.offset): (once.partition, once.offset)}
+    judge(sent, duplicates=duplicate)
+    found = _audit(few, log.settings, name, None, 0.0)
+    assert found.ok, found.violations
+    assert (found.messages, found.checked, found.unfinished) == (612, 612, 0)
+    assert (found.attempts, found.keys, dict(found.repeats), found.affinity) == (611, 20, {}, 1.0)
+    assert _facts(name, found, 1.0)["sound"] is True
+    since = _audit(few, log.settings, name, int((time.time() + 100) * 1000) - 200_000, 0.0)
+    assert since.checked == 612
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_share_of_the_keys_is_recorded_whole(
+    few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    runner = Runner(log, name, tmp_path, ledger=Ledger(share=0.3))
+    log.create(runner.source)
+    sent = log.send(runner.source, [{"key": b"k%d" % (i % 200), "value": b"%d" % i} for i in range(1_000)])
+    runner.run()
+    judge(sent)
+    found = _audit(few, log.settings, name, None, 0.0)
+    assert found.ok, found.violations
+    assert 20 < found.keys < 100
+    assert found.checked == found.messages == 5 * found.keys
+    assert found.share == 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_operators_hand_is_no_flaw(
+    few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    """A group that was moved back makes messages run again: told as repeats, with their reason."""
+    runner = Runner(log, name, tmp_path, ledger=Ledger())
+    log.create(runner.source, partitions=1)
+    sent = log.send(runner.source, [{"key": b"k%d" % (i % 5), "value": b"%d" % i} for i in range(50)])
+    runner.run()
+    runner.move(20)
+    history: Any = runner.app.observer
+    history.began_again()  # another owner, in the same process
+    runner.run(run="r2")
+    judge(sent, allow_repeats=1)
+    found = _audit(few, log.settings, name, None, 0.0)
+    assert found.tally == {}
+    assert sum(found.repeats.values()) == 30
+
+
+def record(source: str, sent: Sent, **more: Any) -> dict[str, Any]:
+    """A record of a ledger that somebody else wrote."""
+    told = {"t": source, "p": sent.partition, "o": sent.offset, "a": 1, "w": "x", "l": "x", "r": "ok", **more}
+    return {"key": sent.key, "value": json.dumps(told)}
+
+
+@pytest.mark.timeout(120)
+def test_flaws_are_found_in_the_ledger_of_an_app_and_nothing_else_is_said(
+    few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    runner = Runner(log, name, tmp_path, ledger=Ledger())
+    log.create(runner.source)
+    sent = log.send(runner.source, [{"key": b"k%d" % (i % 20), "value": b"%d" % i} for i in range(400)])
+    runner.run()
+    judge(sent)
+    # Somebody who never ended, and a task that went on twice with the same message.
+    overlapped = min((other for other in sent if other.key == b"k7"), key=lambda other: other.offset)
+    doubled = next(other for other in sent if other.key == b"k8")
+    early = {"s": 1, "e": 2_000_000_000_000_000}
+    twice = [{"l": "y", "s": at, "e": at + 1} for at in (2_100_000_000_000_000, 2_100_000_000_000_002)]
+    log.send(f"{name}.ledger", [record(runner.source, overlapped, r="retry", **early)])
+    log.send(f"{name}.ledger", [record(runner.source, doubled, **each) for each in twice])
+    found = _audit(few, log.settings, name, None, 0.0)
+    assert set(found.tally) == {Flaw.OVERLAP, Flaw.REPEAT}
+    assert found.tally[Flaw.REPEAT] == 1
+    assert {(v.flaw, v.key) for v in found.violations} == {
+        (Flaw.OVERLAP, overlapped.key),
+        (Flaw.REPEAT, doubled.key),
+    }
+    assert found.repeats == {WHY["other task"]: 1}
+    assert (found.messages, found.checked, found.gone, found.unfinished) == (400, 400, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_command_tells_and_exits_by_what_it_found(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    runner = Runner(log, name, tmp_path, ledger=Ledger())
+    log.create(runner.source)
+    sent = log.send(runner.source, [{"key": b"k%d" % (i % 5), "value": b"%d" % i} for i in range(50)])
+    runner.run()
+    judge(sent)
+
+    def verify(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "keylane", "verify", *more]
+        environment = {**os.environ, "KEYLANE_BOOTSTRAP": log.bootstrap}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=90, check=False
+        )
+
+    told = verify(name, "--json")
+    assert told.returncode == 0, told.stderr
+    facts = json.loads(told.stdout)
+    assert (facts["sound"], facts["messages"], facts["checked_for_loss"]) == (True, 50, 50)
+    log.send(f"{name}.ledger", [record(runner.source, sent[0], s=1, e=2_000_000_000_000_000)])
+    told = verify(name)
+    assert told.returncode == 1, told.stderr
+    assert "NOT SOUND" in told.stdout
+    assert "overlap in the lane of key" in told.stdout
+    missing = verify("nobody")
+    assert missing.returncode == 2
+    assert "the ledger of app 'nobody', topic 'nobody.ledger' does not exist" in missing.stderr

@@ -1,0 +1,296 @@
+"""Lanes over DataFrames: a backfill is the live run, row for row."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql import functions as f
+
+from keylane import App, Message, Poison, Retry, SettingsError, Transient, ordered
+from keylane.spark.topic import register
+from keylane.testing import HistoryWriter, check, read_history
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from keylane.broker import Broker
+    from support import Log
+
+
+def bank(name: str, history: Path, **settings: Any) -> App:
+    """By its number a message fails at first, every time, or never works at all; what it gives says who it was."""
+    quick = Retry(attempts=3, wait_initial=0.001, wait_max=0.01)
+    app = App(
+        name,
+        source=f"{name}.in",
+        sink=f"{name}.out",
+        decode="json",
+        retry=quick,
+        observer=HistoryWriter(history),
+        **settings,
+    )
+
+    @app.stage
+    async def look(msg: Message) -> dict[str, Any]:
+        number = msg.value["number"]
+        if number % 97 == 5:
+            raise Poison(f"number {number} makes no sense")
+        if number % 11 == 3 and msg.attempt == 1:
+            raise Transient("later")
+        return {**msg.value, "looked": msg.attempt}
+
+    @app.stage
+    async def book(msg: Message) -> dict[str, Any]:
+        if msg.value["number"] % 211 == 7:
+            raise Transient(f"never, {msg.attempt}")
+        return {
+            **msg.value, "position": msg.position, "event": msg.event_id, "request": msg.request_id,
+            "at": msg.timestamp, "type": msg.type, "attempt": msg.attempt,
+        }  # fmt: skip
+
+    return app
+
+
+def load(count: int, keys: int) -> list[dict[str, Any]]:
+    """Some without a key, some without an event id, some that were sent twice."""
+    messages: list[dict[str, Any]] = []
+    began = int(time.time() * 1000) - count  # older ones would be gone by the broker's retention before long
+    for number in range(count):
+        message: dict[str, Any] = {
+            "key": None if number % 50 == 49 else b"k%d" % (number * 7 % keys),
+            "value": json.dumps({"number": number}),
+            "headers": [("event-type", b"Booked")],
+            "timestamp": began + number,
+        }
+        if number % 3:
+            message["headers"] = [("event-id", b"e%d" % number), *message["headers"]]
+        messages.append(message)
+        if number % 40 == 20:
+            messages.append(message)
+    return messages
+
+
+WHAT = ("key", "partition", "offset", "event_id", "outcome", "attempts", "error")
+
+
+def rows_of(frame: DataFrame) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """By position; each once."""
+    found = {}
+    for row in frame.select(*WHAT).toArrow().to_pylist():
+        place = row["partition"], row["offset"]
+        assert place not in found, f"{place} came twice"
+        found[place] = tuple(row[name] for name in WHAT)
+    return found
+
+
+def backfill_equals_live(
+    count: int, keys: int, log: Log, spark: SparkSession, broker: Broker, name: str, folder: Path
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    sent = log.send(f"{name}.in", load(count, keys))
+    live = bank(name, folder / "live")
+    query = live.start(
+        spark,
+        bootstrap=broker.bootstrap,
+        availableNow=True,
+        format="parquet",
+        path=str(folder / "rows"),
+        checkpointLocation=str(folder / "checkpoint"),
+    )
+    assert query.awaitTermination(240)
+    assert query.exception() is None
+
+    register(spark)
+    topic = spark.read.format("keylane.topic").options(
+        **{"kafka.bootstrap.servers": broker.bootstrap, "includeHeaders": "true"}
+    )
+    again = ordered(
+        topic.option("subscribe", f"{name}.in").load(), app=bank(name, folder / "again"), order_by="offset"
+    )
+    again.write.parquet(str(folder / "again-rows"))
+    rows = spark.read.parquet(str(folder / "again-rows"))
+
+    first, second = rows_of(spark.read.parquet(str(folder / "rows"))), rows_of(rows)
+    assert len(first) == len(sent)
+    assert second == first, [(first[at], second.get(at)) for at in first if first[at] != second.get(at)][:5]
+    outcomes = {row[WHAT.index("outcome")] for row in first.values()}
+    assert outcomes == {"ok", "dead", "duplicate"}
+
+    # The results, by the position that each of them names.
+    def by_position(values: list[bytes]) -> dict[str, bytes]:
+        found = {json.loads(value)["position"]: bytes(value) for value in values}
+        assert len(found) == len(values)
+        return found
+
+    written = by_position([row.value or b"" for row in log.read(f"{name}.out")])
+    made = by_position(
+        [row["result"] for row in rows.where("outcome = 'ok'").select("result").toArrow().to_pylist()]
+    )
+    assert made == written
+
+    # The dead letters, as they lie in their topic.
+    def told(letter: dict[str, Any]) -> tuple[Any, ...]:
+        tried = [(failed["stage"], failed["attempt"], failed["error"]) for failed in letter["failures"]]
+        return letter["stage"], letter["error"], letter["message"], int(letter["attempts"]), tried
+
+    letters = {}
+    for lying in log.read(f"{name}.dlq"):
+        had = {known.removeprefix("keylane-"): (text or b"").decode() for known, text in lying.headers}
+        letter = {**had, "failures": json.loads(had["failures"])}
+        letters[int(had["partition"]), int(had["offset"])] = told(letter)
+    kept = {}
+    for row in rows.where("letter is not null").toArrow().to_pylist():
+        kept[row["partition"], row["offset"]] = told(json.loads(row["letter"]))
+    assert kept == letters
+    assert len(kept) > count // 100
+
+    # And both ran in order, one at a time in every lane.
+    twice = {at for at, row in first.items() if row[WHAT.index("outcome")] == "duplicate"}
+    ran = [message for message in sent if (message.partition, message.offset) not in twice]
+    for history in ("live", "again"):
+        check(read_history(folder / history), sent=ran).raise_if_bad()
+
+
+@pytest.mark.timeout(150)
+def test_a_backfill_equals_the_live_run(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path
+) -> None:
+    backfill_equals_live(4_000, 200, log, spark, broker, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_backfill_of_200_000_messages_equals_the_live_run(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path
+) -> None:
+    backfill_equals_live(200_000, 5_000, log, spark, broker, name, tmp_path)
+
+
+@pytest.fixture
+def app() -> App:
+    app = App("count", source="in", commit="epoch", retry=Retry(wait_initial=0.001, wait_max=0.01))
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value.endswith(b"!"):
+            raise Poison("broken")
+        return bytes(msg.value.upper())
+
+    return app
+
+
+@pytest.mark.timeout(120)
+def test_any_table_runs_in_the_order_that_it_names(spark: SparkSession, app: App, tmp_path: Path) -> None:
+    app.observer = HistoryWriter(tmp_path / "history")
+    rows = [(f"customer-{i % 20}", f"{(i * 31) % 1_000:03d}", i) for i in range(1_000)]
+    table = spark.createDataFrame(rows, "customer string, text string, row long")
+    found = ordered(table, app=app, key="customer", value="text", order_by=["text", "row"], partitions=3)
+    assert found.schema.names[-3:] == ["letter", "text", "row"]
+    got = found.toArrow().to_pylist()
+    assert len(got) == 1_000
+    assert {row["owner"].rpartition("/")[2] for row in got} == {"0", "1", "2"}
+    expected = {(customer, text, row): text.upper().encode() for customer, text, row in rows}
+    assert {(row["key"].decode(), row["text"], row["row"]): row["result"] for row in got} == expected
+    # By start, for nobody but the engine says in which order they ran.
+    starts: dict[bytes | None, list[int]] = {}
+    for event in sorted(read_history(tmp_path / "history"), key=lambda event: event.seq):
+        if event.outcome is None:
+            starts.setdefault(event.key, []).append(event.offset)
+    assert len(starts) == 20
+    for offsets in starts.values():
+        assert offsets == sorted(offsets)
+    numbers = {(row["key"], row["offset"]): row["text"] for row in got}
+    for key, offsets in starts.items():
+        texts = [numbers[key or b"", offset] for offset in offsets]
+        assert texts == sorted(texts)
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_runs_micro_batch_by_micro_batch(
+    spark: SparkSession, app: App, log: Log, name: str, tmp_path: Path
+) -> None:
+    register(spark)
+    log.create(name)
+    sent = log.send(name, [{"key": b"k%d" % (i % 30), "value": b"v%d" % i} for i in range(1_500)])
+    app.observer = HistoryWriter(tmp_path / "history")
+    rows = (
+        spark.readStream.format("keylane.topic")
+        .option("kafka.bootstrap.servers", log.bootstrap)
+        .option("subscribe", name)
+        .option("startingOffsets", "earliest")
+        .option("maxOffsetsPerTrigger", "700")
+        .load()
+    )
+    query = (
+        ordered(rows, app=app, order_by="offset")
+        .writeStream.format("parquet")
+        .option("path", str(tmp_path / "rows"))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(60)
+    assert query.exception() is None
+    found = spark.read.parquet(str(tmp_path / "rows"))
+    assert found.where("outcome = 'ok' and result is not null").count() == 1_500
+    assert sorted(row[0] for row in found.select("epoch").distinct().collect()) == [0, 1, 2]
+    check(read_history(tmp_path / "history"), sent=sent).raise_if_bad()
+
+
+def test_what_cannot_work_is_told_before_anything_runs(
+    spark: SparkSession, app: App, log: Log, name: str
+) -> None:
+    table = spark.createDataFrame(
+        [("a", b"x", 1, 1.5, {"a": 1}, "then")],
+        "key string, value binary, at long, weight double, map map<string,int>, epoch string",
+    )
+
+    def complaint(frame: Any = table, **given: Any) -> str:
+        with pytest.raises(SettingsError) as caught:
+            ordered(frame, **{"app": app, "order_by": "at", **given})
+        return str(caught.value)
+
+    assert "did you mean 'at'" in complaint(order_by="att")
+    assert "the frame has no such column; there are: key, value" in complaint(key="customer")
+    assert "name at least one column" in complaint(order_by=[])
+    assert "named twice" in complaint(order_by=["at", "at"])
+    assert "does not say an order" in complaint(order_by="map")
+    assert "needs the name of a column" in complaint(order_by=[f.col("at")])
+    assert "it takes bytes or text, so make it that with cast('string')" in complaint(key="at")
+    assert "to_json(struct(…))" in complaint(value="map")
+    assert "where a timestamp is needed" in complaint(timestamp="at")
+    assert "rename yours" in complaint(order_by="epoch")
+    assert "needs a whole number" in complaint(partitions=0)
+    assert "needs a DataFrame" in complaint(frame=[1])
+    assert "needs an App" in complaint(app="shop")
+    assert "has no stages" in complaint(app=App("empty", source="in"))
+    wrong = table.withColumn("offset", f.lit("x")).withColumn("partition", f.lit(1))
+    assert "column 'offset' is a string; as the message's own it has to be a bigint" in complaint(frame=wrong)
+    assert "where a array" in complaint(frame=table.withColumn("headers", f.lit("x")))
+    stream = (
+        spark.readStream.format("rate")
+        .load()
+        .selectExpr("cast(value as string) key", "cast(value as string) value", "value at")
+    )
+    assert "ordered() over a stream needs order_by='offset'" in complaint(frame=stream)
+    placed = stream.selectExpr("key", "value", "1 partition", "at offset")
+    blocking = App("blocking", source="in", on_failure="block")
+    blocking.stage(app.stages[0].function)
+    assert "does not go with on_failure='block'" in complaint(frame=placed, order_by="offset", app=blocking)
+
+
+def test_what_the_rows_themselves_get_wrong_ends_the_query(spark: SparkSession, app: App) -> None:
+    rows = [("a", "x", 1), ("b", "y", 1), ("a", "z", 1)]
+    table = spark.createDataFrame(rows, "key string, value string, at long")
+    with pytest.raises(Exception, match="two rows of key b'a' have the same place in the order"):
+        ordered(table, app=app, order_by="at").collect()
+    nothing = spark.createDataFrame([("a", "x", None)], "key string, value string, at long")
+    with pytest.raises(Exception, match="order_by='at' is null in some rows"):
+        ordered(nothing, app=app, order_by="at").collect()
+    empty = table.where("at > 5")
+    assert ordered(empty, app=app, order_by="at").collect() == []
