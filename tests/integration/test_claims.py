@@ -276,3 +276,17 @@ def test_owners_of_other_slots_leave_each_other_alone(log: Log, app: str) -> Non
         with pytest.raises(FencedError):
             one.commit(12)
     assert progress(log, app) == 11
+
+
+def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(log: Log, app: str) -> None:
+    owner = Owner(log.settings, app, "killed")
+    owner.claim()
+    owner.commit(10)
+    client = owner.scribe._client
+    client.begin()
+    client._producer.send_offsets_to_transaction([TopicPartition(f"{app}.in", 0, 20)], client._group, 10)
+    began = time.monotonic()
+    assert progress(log, app) == 10
+    assert time.monotonic() - began < 5, "nobody waits for it who only wants to know"
+    client.give_up()
+    assert Cluster(log.settings).committed(app, f"{app}.in", [0], settled=True)[0][0] == 10

@@ -112,7 +112,7 @@ class Books:
     def _read(self, seat: Seat, state: State, starts: Mapping[int, int]) -> dict[int, int]:
         """From where on each partition is read: below its progress for the event ids that were seen."""
         app = self._app
-        found = seat.cluster.committed(app.name, app.source, starts)
+        found = seat.cluster.committed(app.name, app.source, starts, settled=True)
         begins = seat.cluster.ends(app.source, starts, earliest=True)
         ends = seat.cluster.ends(app.source, starts)
         for partition, fallback in starts.items():

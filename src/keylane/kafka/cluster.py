@@ -116,7 +116,7 @@ class Cluster:
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._admin = settings.admin()  # held: its answers never come once it is collected
-        self._readers: dict[str, Consumer] = {}
+        self._readers: dict[tuple[str, bool], Consumer] = {}
 
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
@@ -216,16 +216,20 @@ class Cluster:
             raise KafkaError(f"offsets of topic {topics} could not be read: {error.args[0].str()}") from error
 
     def committed(
-        self, group: str, topic: str, partitions: Iterable[int]
+        self, group: str, topic: str, partitions: Iterable[int], *, settled: bool = False
     ) -> dict[int, tuple[int, str | None]]:
         """The group's committed offsets with their metadata; partitions without one are left out.
+
+        ``settled``: wait for transactions that are about to change them. That of a process which was killed in the
+        middle of one lasts for a minute unless somebody fences it, so only an owner, who has done so, asks for it.
 
         Asked through a consumer of its own: one that is to fetch would take a second longer for its first fetch after
         this question, and the admin client's call for it crashes the process (confluent-kafka 2.16.1).
         """
-        if group not in self._readers:
-            self._readers[group] = self._settings.consumer(group)
-        reader = self._readers[group]
+        if (group, settled) not in self._readers:
+            level = "read_committed" if settled else "read_uncommitted"
+            self._readers[group, settled] = self._settings.consumer(group, **{"isolation.level": level})
+        reader = self._readers[group, settled]
         asked = [TopicPartition(topic, p) for p in partitions]
         try:
             found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
