@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 class Runner:
     """Runs an app's tasks in this process, over everything that is there."""
 
-    def __init__(self, log: Log, name: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, log: Log, name: str, folder: Path, app: App | None = None, **settings: Any) -> None:
+        """``app`` is one whose source is ``<name>.in``, in place of the usual one."""
         self.log, self.name = log, name
         self.source = f"{name}.in"
-        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
         self.epoch = 0
         self.outcomes: list[str] = []
+        if app is not None:
+            self.app = app
+            return
+        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
 
         @self.app.stage
         async def work(msg: Message) -> bytes:

@@ -19,6 +19,7 @@ from keylane.errors import (
     Transient,
 )
 from keylane.message import Message
+from keylane.read import Field
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "Breaker",
     "CircuitState",
     "DeadLetter",
+    "Field",
     "FloodError",
     "FloodGuard",
     "Idempotency",

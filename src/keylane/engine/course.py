@@ -42,7 +42,6 @@ class Course:
         self.retries = 0
         self._engine = engine
         self._app = app
-        self._steps = steps
         self._rng = rng
         self._flood = FloodWatch(app.flood) if app.flood is not None else None
         self._observer = app.observer
@@ -60,7 +59,7 @@ class Course:
             engine.table.hold(lane, engine.now())
             error.gate.wait(lane)
             return
-        step = self._steps[min(delivery.stage, len(self._steps) - 1)]
+        step = engine.step_of(delivery)
         wall = engine.wall()
         verdict = classify(error, step.rules)
         trouble = self._note(delivery, step.name, error, wall)
@@ -88,7 +87,7 @@ class Course:
                 self.troubled[delivery.partition, delivery.offset] = delivery
                 self._engine.sleep(lane, wait)
                 return False
-        delivery.attempt = trouble.attempt_at(self._steps[delivery.stage].name)
+        delivery.attempt = trouble.attempt_at(self._engine.step_of(delivery).name)
         return True
 
     def kept(self) -> dict[int, dict[int, Kept]]:

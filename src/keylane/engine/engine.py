@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from keylane.core.lane import Lane, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
 from keylane.engine.course import Course
-from keylane.engine.delivery import Delivery, Trouble
+from keylane.engine.delivery import Delivery, Routed, Trouble
+from keylane.engine.dispatch import Dispatcher, as_it_is
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.pipeline import decoder, encode
 from keylane.engine.stops import Stops
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from keylane.core.letter import DeadLetter
     from keylane.core.record import Kept, LaneRecord
     from keylane.core.watermark import Progress
+    from keylane.engine.dispatch import Result
     from keylane.engine.pipeline import Step
     from keylane.message import Record
 
@@ -53,6 +55,9 @@ class Output(Protocol):
 
         Raises :class:`keylane.Poison` when the sink can never take this value.
         """
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """The results of a message's handlers, together: as :meth:`result`, told when all of them are durable."""
 
     def letter(
         self,
@@ -78,6 +83,7 @@ class EngineStatistics:
     dead: int
     parked: int
     duplicates: int
+    ignored: int
     retries: int
     runners: int
 
@@ -122,15 +128,25 @@ class Engine:
         self.dead = 0
         self.parked = 0
         self.duplicates = 0
+        self.ignored = 0
         self.passed = 0  # messages whose stages are through
         self.promised = 0  # records handed over and not answered yet
         self.wall = wall
         self._app = app
-        self._steps = tuple(steps)
+        self._all_steps = self._steps = tuple(steps)
         self._output = output
         self._on_done = on_done
         self._decode = decoder(app)
-        self._has_sink = app.sink is not None or app.commit == "epoch"
+        self._delivery: type[Delivery] = Delivery
+        self._encode: Callable[[Any, str], Any] = encode
+        self._result: Callable[[Any, Any], None] | None = None
+        self._dispatcher: Dispatcher | None = None
+        if app.sink is not None or app.commit == "epoch":
+            self._result = output.handled if app.dispatches else output.result
+        if app.dispatches:
+            self._dispatcher = Dispatcher(app, steps)
+            self._steps = (self._dispatcher.step,)
+            self._delivery, self._encode = Routed, as_it_is
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
             lambda *_: None
@@ -157,7 +173,7 @@ class Engine:
         self._timers: set[asyncio.TimerHandle] = set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.stops = Stops(self, output)
-        self.course = Course(self, app, self._steps, rng=rng)
+        self.course = Course(self, app, self._all_steps, rng=rng)
 
     # What the task calls.
 
@@ -182,11 +198,11 @@ class Engine:
 
     def accept(self, records: Iterable[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        arrive, now, kept = self.table.arrive, self.now(), self._kept
+        arrive, now, kept, make = self.table.arrive, self.now(), self._kept, self._delivery
         look = self.seen.arrived if self.seen.active else None
         number = 0
         for record in records:
-            delivery = Delivery(record, self)
+            delivery = make(record, self)
             if kept:
                 self._remember(delivery)
             if look is not None:
@@ -250,7 +266,7 @@ class Engine:
             self._timer.cancel()
         for timer in self._timers:
             timer.cancel()
-        for step in self._steps:
+        for step in self._all_steps:
             if step.gate is not None:
                 step.gate.close()
 
@@ -284,6 +300,7 @@ class Engine:
             dead=self.dead,
             parked=self.parked,
             duplicates=self.duplicates,
+            ignored=self.ignored,
             retries=self.course.retries,
             runners=len(self._runners),
         )
@@ -310,7 +327,7 @@ class Engine:
         if asked is None:
             return
         for record in records:
-            delivery = Delivery(record, self)
+            delivery = self.make(record)
             if self._kept:
                 self._remember(delivery)
             asked.back.append(delivery)
@@ -327,6 +344,16 @@ class Engine:
         self._ensure_runner()
 
     # What its own parts call.
+
+    def make(self, record: Record) -> Delivery:
+        """A message of this engine."""
+        return self._delivery(record, self)
+
+    def step_of(self, delivery: Delivery) -> Step:
+        """The stage or handler that the message is at."""
+        if self._dispatcher is not None:
+            return self._dispatcher.step_of(delivery)  # type: ignore[arg-type]  # it makes no others then
+        return self._steps[min(delivery.stage, len(self._steps) - 1)]
 
     def resume(self, lane: Lane[Delivery]) -> None:
         """A lane that waited or was stopped goes on."""
@@ -403,7 +430,7 @@ class Engine:
     async def _run(self) -> None:
         # The hot path. Kept in one function, to save calls per message.
         table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
-        decode, result_of = self._decode, self._output.result if self._has_sink else None
+        decode, result_of, encoded = self._decode, self._result, self._encode
         records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
         last = len(steps)
         turns = 0
@@ -454,7 +481,7 @@ class Engine:
                         self._loop.call_soon(self.settle)
                     self.acknowledged.append(delivery)
                 else:
-                    result_of(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
+                    result_of(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
             except (Exception, SystemExit) as error:
                 self.course.failed(lane, delivery, error)
             except asyncio.CancelledError:
@@ -463,7 +490,7 @@ class Engine:
                 self.course.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
             else:
                 if observer is not None:
-                    observer.ended(delivery, delivery.attempts, Outcome.OK)
+                    observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.trouble is not None:
                     self.course.passed(delivery)
                 self.passed += 1
@@ -540,6 +567,8 @@ class Engine:
             self.parked += 1
         elif delivery.outcome is Outcome.DUPLICATE:
             self.duplicates += 1
+        elif delivery.outcome is Outcome.IGNORED:
+            self.ignored += 1
         else:
             self.dead += 1
 
