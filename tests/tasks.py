@@ -26,6 +26,7 @@ class Runner:
         self.source = f"{name}.in"
         self.epoch = 0
         self.outcomes: list[str] = []
+        self.became: dict[tuple[int, int], str] = {}
         if app is not None:
             self.app = app
             return
@@ -38,9 +39,14 @@ class Runner:
             return bytes(msg.value)
 
     def run(
-        self, run: str = "r1", starts: dict[int, int] | None = None, sink_limit: int = 0
+        self,
+        run: str = "r1",
+        starts: dict[int, int] | None = None,
+        sink_limit: int = 0,
+        seconds: float = 30,
+        to_the_end: bool = True,
     ) -> list[tuple[int, int]]:
-        """The positions that were done."""
+        """The positions that were done, in an epoch of so many seconds that ends earlier when all is done."""
         count = self.log.cluster.partitions(self.source)
         topics = Cluster(self.log.settings).prepare(self.app)
         self.epoch += 1
@@ -50,12 +56,13 @@ class Runner:
             task=0,
             settings=self.log.settings,
             starts=starts or self.positions(),
-            until=self.log.cluster.ends(self.source, range(count)),
-            seconds=30,
+            until=self.log.cluster.ends(self.source, range(count)) if to_the_end else None,
+            seconds=seconds,
             sink_limit=sink_limit or topics.sink_limit,
         )
         done = [delivery for batch in Task(self.app, plan).outcomes() for delivery in batch]
         self.outcomes += [delivery.outcome for delivery in done]
+        self.became |= {(delivery.partition, delivery.offset): delivery.outcome for delivery in done}
         return [(delivery.partition, delivery.offset) for delivery in done]
 
     def positions(self) -> dict[int, int]:

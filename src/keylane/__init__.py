@@ -9,6 +9,7 @@ from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
+from keylane.core.versions import Versioned
 from keylane.errors import (
     FloodError,
     KafkaError,
@@ -41,4 +42,5 @@ __all__ = [
     "Retry",
     "SettingsError",
     "Transient",
+    "Versioned",
 ]

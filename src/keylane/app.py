@@ -15,6 +15,7 @@ from keylane.core.breaker import Breaker
 from keylane.core.flood import FloodGuard
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
+from keylane.core.versions import Versioned
 from keylane.errors import SettingsError
 from keylane.signature import needs_of, read_signature
 
@@ -134,8 +135,11 @@ class App:
     ``retry`` says when that is; ``classify`` is asked first what kind of failure an exception is. ``flood`` stops
     the app when most messages fail for good: an outage or a bug, not a few bad messages (None: never).
     ``idempotency`` is how far back an event that was sent twice is recognised: the second one does not run (None: it
-    does). ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their
-    topic does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
+    does). ``versions`` say that messages of a key carry versions and run in their order, whatever the order of the
+    log (None: they do not).
+
+    ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
+    does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
 
     ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may stand there twice, with
     ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
@@ -165,6 +169,7 @@ class App:
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
         idempotency: Idempotency | None = Idempotency(),  # noqa: B008 - frozen
+        versions: Versioned | None = None,
         version: str | None = None,
         spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
@@ -217,6 +222,11 @@ class App:
                 "write idempotency=Idempotency(…), or None"
             )
         self.idempotency = idempotency
+        if versions is not None and not isinstance(versions, Versioned):
+            raise SettingsError(
+                f"App {name!r}: versions={versions!r} is no Versioned; write versions=Versioned(…), or None"
+            )
+        self.versions = versions
         if version is not None and not isinstance(version, str):
             raise SettingsError(f"App {name!r}: version={version!r} is no text")
         self.version = version
@@ -252,6 +262,11 @@ class App:
             raise SettingsError(
                 f"App {name!r}: commit='epoch' does not go with on_failure='park': a redriven lane would go on before "
                 "Spark has its rows"
+            )
+        if commit == "epoch" and versions is not None:
+            raise SettingsError(
+                f"App {name!r}: commit='epoch' does not go with versions=: a version counts when its message is done, "
+                "and there nothing is before Spark has the whole epoch"
             )
         self.commit = commit
         usual = 0.05 if delivery == "exactly_once" else 1.0

@@ -80,9 +80,11 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
     for document in ("docs/failures.md", "docs/events.md", "docs/testing.md"):
-        (snippet,) = blocks(document, "python")
-        (tmp_path / "snippet.py").write_text(snippet)
-        run([sys.executable, "snippet.py"], tmp_path)
+        snippets = blocks(document, "python")
+        assert snippets
+        for snippet in snippets:
+            (tmp_path / "snippet.py").write_text(snippet)
+            run([sys.executable, "snippet.py"], tmp_path)
 
 
 def test_every_test_that_the_guarantees_name_is_there() -> None:

@@ -110,6 +110,13 @@ class Delivery(Message):
         """The value as it was in the source topic."""
         return self._record.value()
 
+    @property
+    def version(self) -> int | None:
+        """As the app's ``versions`` say; without them the header ``event-version``."""
+        versions = self.engine.versions
+        known = None if versions is None else versions.known(self)
+        return super().version if known is None else known
+
     def __call__(self, error: Any, _message: Any) -> None:
         """The producer's delivery report: what this message caused is acknowledged, or cannot be."""
         if error is None:

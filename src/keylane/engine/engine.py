@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keylane.core.lane import Lane, LaneStatistics, LaneTable
+from keylane.core.lane import Lane, LaneState, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
 from keylane.engine.course import Course
 from keylane.engine.delivery import Delivery, Routed, Trouble
@@ -25,6 +25,8 @@ from keylane.engine.dispatch import Dispatcher, as_it_is
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.pipeline import decoder, encode
 from keylane.engine.stops import Stops
+from keylane.engine.versions import VersionedTable, Versions
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import KafkaError, KeylaneError
 
 if TYPE_CHECKING:
@@ -83,16 +85,19 @@ class EngineStatistics:
     dead: int
     parked: int
     duplicates: int
+    stale: int
     ignored: int
+    early: int
+    """Of those held, the ones that wait for a version before theirs."""
     retries: int
     runners: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """Messages of a lane that are being read again."""
+    """Messages that are being read again, and who is told of them and of how many are gone."""
 
-    lane: Lane[Delivery]
+    then: Callable[[list[Delivery], int], None]
     partition: int
     offsets: Sequence[int]
     missing: int = 0
@@ -106,7 +111,7 @@ class Engine:
     ``failure`` becomes done with an exception when the engine can not go on.
 
     ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
-    ``progress(partition)`` is what is done there.
+    ``progress(partition)`` is what is done there. ``store`` are the versions that are done, for an app that has them.
     ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
     """
 
@@ -120,6 +125,7 @@ class Engine:
         fetch: Callable[[int, int, Sequence[int]], None] | None = None,
         let_go: Callable[[int, int], None] = lambda _partition, _count: None,
         progress: Callable[[int], Progress] | None = None,
+        store: VersionStore | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -128,6 +134,7 @@ class Engine:
         self.dead = 0
         self.parked = 0
         self.duplicates = 0
+        self.stale = 0
         self.ignored = 0
         self.passed = 0  # messages whose stages are through
         self.promised = 0  # records handed over and not answered yet
@@ -155,9 +162,15 @@ class Engine:
         self.progress = progress
         self._tickets = count(1)
         self._asked: dict[int, _Asked] = {}  # by ticket
-        self.table: LaneTable[Delivery] = LaneTable(
-            let_go=let_go, fetch=None if fetch is None else self._ask_back
-        )
+        self.lets_go = fetch is not None
+        self.table: LaneTable[Delivery]
+        self.versions: Versions | None = None
+        back = None if fetch is None else self._ask_back
+        if app.versions is None:
+            self.table = LaneTable(let_go=let_go, fetch=back)
+        else:
+            table = self.table = VersionedTable(let_go=let_go, fetch=back)
+            self.versions = Versions(app.versions, self, app, table, store or VersionStore())
         self._kept: dict[tuple[int, int], Kept] = {}
         self.seen = Duplicates(app.idempotency)
         self._accepted = 0
@@ -266,6 +279,8 @@ class Engine:
             self._timer.cancel()
         for timer in self._timers:
             timer.cancel()
+        if self.versions is not None:
+            self.versions.close()
         for step in self._all_steps:
             if step.gate is not None:
                 step.gate.close()
@@ -277,7 +292,7 @@ class Engine:
     @property
     def resting(self) -> bool:
         """Nothing is left to do, but what stands in stopped lanes."""
-        if self.promised or self._timers:
+        if self.promised or self._timers or (self.versions is not None and not self.versions.resting):
             return False
         return self.held == 0 or (self.table.quiet and not self.table.unsettled)
 
@@ -300,7 +315,9 @@ class Engine:
             dead=self.dead,
             parked=self.parked,
             duplicates=self.duplicates,
+            stale=self.stale,
             ignored=self.ignored,
+            early=0 if self.versions is None else self.versions.holding,
             retries=self.course.retries,
             runners=len(self._runners),
         )
@@ -339,7 +356,7 @@ class Engine:
         del self._asked[ticket]
         if asked.missing:
             self.seen.gone(asked.partition, set(asked.offsets).difference(d.offset for d in asked.back))
-        self.table.returned(asked.lane, asked.back, asked.missing)
+        asked.then(asked.back, asked.missing)
         self._changed.set()
         self._ensure_runner()
 
@@ -374,9 +391,11 @@ class Engine:
         self.acknowledged.append(delivery)
         self._ensure_runner()
 
-    def pass_over(self, lane: Lane[Delivery], delivery: Delivery) -> None:
-        """The lane's head repeats an earlier message: it does not run, and is done when all before it is."""
-        delivery.outcome = Outcome.DUPLICATE
+    def pass_over(
+        self, lane: Lane[Delivery], delivery: Delivery, outcome: Outcome = Outcome.DUPLICATE
+    ) -> None:
+        """The lane's head repeats another message, or is stale: it does not run, and is done when all before it is."""
+        delivery.outcome = outcome
         self.table.passed(lane)
         # Not by acknowledge(): the runner that this is called from goes on with the lane, and needs no other.
         if not self.acknowledged:
@@ -402,10 +421,48 @@ class Engine:
         """The engine may have come to rest."""
         self._changed.set()
 
-    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+    def put_back(self, key: bytes, deliveries: Sequence[Delivery]) -> None:
+        """Messages that were set aside come before everything in their lane that has not begun."""
+        lane = self.table.insert(key, deliveries)
+        if lane.state is LaneState.STOPPED:
+            self.resume(lane)
+        else:
+            self._changed.set()
+            self._ensure_runner()
+
+    def ask_back(
+        self, partition: int, offsets: Sequence[int], then: Callable[[list[Delivery], int], None]
+    ) -> None:
+        """Read messages again that were let go of; ``then`` is given them, and how many are gone."""
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(lane=lane, partition=partition, offsets=offsets)
+        self._asked[ticket] = _Asked(then=then, partition=partition, offsets=offsets)
         self._fetch(ticket, partition, offsets)
+
+    def let_go(self, partition: int, count: int) -> None:
+        """So many messages of this partition are held as places only."""
+        self._let_go(partition, count)
+
+    def at(self, when: float, what: Callable[[], None]) -> asyncio.TimerHandle:
+        """Do something at this time of the loop; whoever asks must cancel it when the engine ends."""
+        return self._loop.call_at(when, what)
+
+    def decode(self, delivery: Delivery) -> None:
+        """Decode its value, if that is still to be done."""
+        if not delivery.decoded:
+            if self._decode is not None and delivery.value is not None:
+                delivery.value = self._decode(delivery.value)
+            delivery.decoded = True
+
+    def kept(self) -> dict[int, dict[int, Kept]]:
+        """What to write down about messages that are not done, by partition and offset: attempts, and waits."""
+        kept = self.course.kept()
+        if self.versions is not None:
+            for partition, waits in self.versions.kept().items():
+                kept[partition] = waits | kept.get(partition, {})
+        return kept
+
+    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+        self.ask_back(partition, offsets, lambda back, gone: self.table.returned(lane, back, gone))
 
     # Runners.
 
@@ -432,6 +489,7 @@ class Engine:
         table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
         decode, result_of, encoded = self._decode, self._result, self._encode
         records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
+        versioned = self.versions is not None
         last = len(steps)
         turns = 0
         self._standby = False
@@ -451,7 +509,8 @@ class Engine:
                 self._ensure_runner()
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (
-                delivery.trouble is not None
+                versioned
+                or delivery.trouble is not None
                 or (twice and (delivery.partition, delivery.offset) in twice)
                 or ((records or held) and ((key := delivery.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
@@ -516,6 +575,8 @@ class Engine:
         if not redriven and (delivery.partition, delivery.offset) in self.seen.waiting:
             self.pass_over(lane, delivery)
             return False
+        if self.versions is not None and not self.versions.may_start(lane, delivery):
+            return False
         return trouble is None or self.course.may_start(lane, delivery, trouble)
 
     # What happens next.
@@ -549,6 +610,9 @@ class Engine:
             for delivery in done:
                 if delivery.outcome is not Outcome.OK:
                     self._count(delivery)
+            if self.versions is not None:
+                for delivery in done:
+                    self.versions.done(delivery)
             try:
                 self._on_done(done)
             except Exception as error:
@@ -567,6 +631,8 @@ class Engine:
             self.parked += 1
         elif delivery.outcome is Outcome.DUPLICATE:
             self.duplicates += 1
+        elif delivery.outcome is Outcome.STALE:
+            self.stale += 1
         elif delivery.outcome is Outcome.IGNORED:
             self.ignored += 1
         else:

@@ -11,8 +11,9 @@ from confluent_kafka import TopicPartition
 from keylane.core.progress import LIMIT, encode
 from keylane.core.record import Stop, encode_kept
 from keylane.core.watermark import Progress, Watermark
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import FloodError
-from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, NOTHING, PROGRESS, Proposal
+from keylane.kafka.state import ATTEMPTS, ELSEWHERE, EPOCH, MAX_PROGRESS, NOTHING, PROGRESS, VERSION, Proposal
 from keylane.kafka.transactions import LASTS
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.core.record import Kept
     from keylane.engine.engine import Engine
+    from keylane.engine.versionstore import Entry, Name
     from keylane.kafka.claims import Claims
     from keylane.kafka.desk import Desk
     from keylane.kafka.output import KafkaOutput
@@ -50,6 +52,7 @@ class Books:
         self._committed: dict[int, Progress] = {}
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
+        self._withheld: set[int] = set()  # partitions whose progress was not written this time
         self._seat: Seat
         self._engine: Engine
         self._desk: Desk
@@ -68,9 +71,12 @@ class Books:
             self._committed = progress = dict(seat.committed)
             begins = {p: found.watermark for p, found in progress.items()}
         else:
-            seat.seen = None
+            seat.seen = seat.versions = None
             progress, begins = self._read(seat, state, plan.starts)
         seat.epoch = -1
+        if self._app.versions is not None and seat.versions is None:
+            seat.versions = self._versions(state, progress)
+        state.versions = None  # from here on the task knows them best
         self.watermarks = {p: Watermark(found) for p, found in progress.items()}
         self.restored = {p: found.watermark for p, found in progress.items()}
         return begins
@@ -108,6 +114,18 @@ class Books:
                     continue
             begins[partition] = progress[partition].watermark
         return progress, begins
+
+    @staticmethod
+    def _versions(state: State, progress: Mapping[int, Progress]) -> VersionStore:
+        """How far the entities are. A version counts when its message is done, also when the group was moved."""
+        if state.versions is None:
+            state.restore_versions()
+        store = state.versions or VersionStore()
+        for partition, found in progress.items():
+            gone = store.keep_done(partition, found.watermark, found.is_done)
+            if gone:
+                log.info("partition %d: %d versions were set by messages that run again", partition, gone)
+        return store
 
     @staticmethod
     def _fitting(where: str, progress: Progress, begin: int, end: int) -> Progress:
@@ -153,6 +171,7 @@ class Books:
     def open(self, engine: Engine, desk: Desk) -> None:
         """Whom to ask for what has changed."""
         self._engine, self._desk = engine, desk
+        desk.before_letters = self.note_redriven_versions
 
     async def write(self, closing: Callable[[], None], *, last: bool) -> None:
         """Write down what has changed, in one transaction. Raises AbortedError when it was not taken, or FencedError.
@@ -163,6 +182,7 @@ class Books:
         """
         changed: dict[int, Progress] = {}
         attempts: dict[int, dict[int, Kept]] = {}
+        versions: dict[Name, Entry] = {}
 
         def close() -> list[TopicPartition]:
             self._engine.settle()
@@ -172,12 +192,15 @@ class Books:
             else:
                 self._desk.write_down()
                 offsets = self._offsets(changed, last=last)
+                versions.update(self._note_versions())
             closing()
             return offsets
 
         await self._seat.scribe.commit(close)
         self._attempts |= attempts
         self._committed |= changed
+        if self._engine.versions is not None:
+            self._engine.versions.written(versions)
         if not self._by_epoch:
             self._engine.stops.committed(self._is_committed)
 
@@ -198,6 +221,7 @@ class Books:
     def _offsets(self, changed: dict[int, Progress], *, last: bool) -> list[TopicPartition]:
         offsets = []
         self.rest = 0.0
+        self._withheld.clear()
         now = time.monotonic()
         for partition, mark in self.watermarks.items():
             progress = mark.progress()
@@ -211,6 +235,7 @@ class Books:
                 ):  # what is in the transaction must be in its progress: the next one comes later
                     self.rest = max(self.rest, min(wait, LASTS / 4))
                 elif not last and now < self._not_before.get(partition, 0.0):
+                    self._withheld.add(partition)
                     continue
                 self._not_before[partition] = now + wait
                 self._seat.scribe.note(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
@@ -219,8 +244,25 @@ class Books:
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         return offsets
 
+    def _note_versions(self) -> dict[Name, Entry]:
+        """The versions that belong to the progress which is just being written; not more, or they would be ahead."""
+        if self._engine.versions is None:
+            return {}
+        found = self._engine.versions.changed(self._withheld)
+        for (partition, key), (mark, offset) in found.items():
+            self._seat.scribe.note(partition, VERSION + key, mark.encode(offset))
+        return found
+
+    def note_redriven_versions(self) -> None:
+        """The versions of redriven messages, whose progress in the source was written before: with their letters."""
+        if self._engine.versions is None:
+            return
+        for (partition, key), (mark, offset) in self._engine.versions.changed().items():
+            if self._is_committed(partition, offset):
+                self._seat.scribe.note(partition, VERSION + key, mark.encode(offset))
+
     def _note_attempts(self) -> dict[int, dict[int, Kept]]:
-        kept = self._engine.course.kept()
+        kept = self._engine.kept()
         changed = {}
         for partition in kept.keys() | self._attempts.keys():
             now = kept.get(partition, {})

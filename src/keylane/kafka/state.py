@@ -10,6 +10,7 @@ key                      value
 ``progress``             the text of :mod:`keylane.core.progress`, with its watermark before it
 ``epoch``                progress that waits for Spark to commit the epoch: :class:`Proposal`
 ``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
+``version/<key>``        how far an entity is, for apps with versions: :class:`keylane.core.versions.Mark`
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
 ``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
@@ -35,6 +36,8 @@ from confluent_kafka import TopicPartition
 from keylane.core.progress import decode
 from keylane.core.ranges import Ranges
 from keylane.core.record import KEYLESS, LANE, decode_kept, decode_lane
+from keylane.core.versions import decode_mark
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import KafkaError
 from keylane.kafka.cluster import TIMEOUT, introduce
 from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
@@ -58,6 +61,7 @@ REDRIVEN = b"redriven"
 REST = b"rest"
 RUN = b"run"
 EPOCH = b"epoch"
+VERSION = b"version/"
 OWNER = b"owner/"
 MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
@@ -65,6 +69,9 @@ ELSEWHERE = "kl1:@"
 """The metadata of an offset whose progress lies in the state topic."""
 NOTHING = "kl1:-"
 """The metadata of an offset that nothing is done above. Not empty: that is what others write who move a group."""
+_POLL = 1000
+_POLLS = 20
+"""Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
 
 
 def order_stop(
@@ -138,7 +145,11 @@ class State:
         partitions: Iterable[int],
         run: str,
         consumer: Consumer | None = None,
+        versions: VersionStore | None = None,
     ) -> None:
+        self.versions = versions
+        """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
+        self._versions_only = False
         self._settings = settings
         self._app = app
         self._topic = topic
@@ -165,6 +176,19 @@ class State:
         # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
         # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
         self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+        self._read_to_the_end()
+
+    def restore_versions(self) -> None:
+        """Read the versions once more, into a new store; everything else is known. Raises KafkaError."""
+        self.versions = VersionStore()
+        self._versions_only = True
+        try:
+            self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+            self._read_to_the_end()
+        finally:
+            self._versions_only = False
+
+    def _read_to_the_end(self) -> None:
         left = set(self._partitions)
         heard = time.monotonic()
         while left:
@@ -187,9 +211,9 @@ class State:
                 self._read(message)
         return True
 
-    def of(self, partitions: Iterable[int], run: str) -> State:
+    def of(self, partitions: Iterable[int], run: str, versions: VersionStore | None = None) -> State:
         """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
-        return State(self._settings, self._app, self._topic, partitions, run, self._consumer)
+        return State(self._settings, self._app, self._topic, partitions, run, self._consumer, versions)
 
     def _batch(self, timeout: float) -> list[Any]:
         # One at a time while there is nothing: consume() waits out its time-out for the rest.
@@ -222,13 +246,16 @@ class State:
 
     def poll(self) -> bool:
         """Read what is there; whether this run was told to stop."""
-        messages: list[Any] = self._consumer.consume(100, 0)
-        for message in messages:
-            error = message.error()
-            if error is None:
-                self._take(message)
-            elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
-                self._next[message.partition()] = message.offset()
+        for _ in range(_POLLS):
+            messages: list[Any] = self._consumer.consume(_POLL, 0)
+            for message in messages:
+                error = message.error()
+                if error is None:
+                    self._take(message)
+                elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+                    self._next[message.partition()] = message.offset()
+            if len(messages) < _POLL:
+                break
         return self.stopped
 
     def has_read(self, ends: Mapping[int, int]) -> bool:
@@ -256,6 +283,10 @@ class State:
     def _take(self, message: Any) -> None:
         name, value, partition = message.key() or b"", message.value(), message.partition()
         self._next[partition] = message.offset() + 1
+        if (self.versions is None and name.startswith(VERSION)) or (
+            self._versions_only and not name.startswith(VERSION)
+        ):
+            return
         try:
             if value is None:
                 self._take_back(partition, name)
@@ -283,7 +314,10 @@ class State:
         claims[owner] = Claim(place, found["run"], found["who"], leaving, time.monotonic())
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
-        if name == PROGRESS:
+        if name.startswith(VERSION):
+            if self.versions is not None:
+                self.versions.put((partition, name.removeprefix(VERSION)), *decode_mark(value))
+        elif name == PROGRESS:
             self._progress[partition] = value.decode("ascii")
         elif name == ATTEMPTS:
             self.attempts[partition] = decode_kept(value)

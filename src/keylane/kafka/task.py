@@ -174,6 +174,7 @@ class Task:
             fetch=rereader.request,
             let_go=self._let_go,
             progress=lambda partition: self._books.watermarks[partition].progress(),
+            store=seat.versions,
         )
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen

@@ -116,7 +116,8 @@ def _own_modules(app: App) -> list[ModuleType]:
     installed = tuple(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
     functions = [s.function for s in app.stages] + [r.function for r in app.resources.values()]
     payloads = [s.takes.payload.type for s in app.stages if s.takes.payload is not None]
-    things = [*functions, *payloads, app.decode, app.observer, app.event_type]
+    version = None if app.versions is None else app.versions.read
+    things = [*functions, *payloads, app.decode, app.observer, app.event_type, version]
     found: dict[str, ModuleType] = {}
     for given in things:
         thing = given
