@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -24,20 +25,35 @@ if TYPE_CHECKING:
 class Runner:
     """Runs an app's tasks in this process, over everything that is there.
 
-    ``fails``: one in so many messages fails at first.
+    ``fails``: one in so many messages fails at first. ``slow``: seconds that each takes. ``app``: the caller's,
+    in place of the usual one.
     """
 
     def __init__(
-        self, log: Log, name: str, folder: Path, source: str = "", fails: int = 0, **settings: Any
+        self,
+        log: Log,
+        name: str,
+        folder: Path,
+        app: App | None = None,
+        source: str = "",
+        fails: int = 0,
+        slow: float = 0,
+        **settings: Any,
     ) -> None:
         self.log, self.name = log, name
         self.source = source or f"{name}.in"
-        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
         self.epoch = 0
         self.outcomes: list[str] = []
+        self.became: dict[tuple[int, int], str] = {}
+        if app is not None:
+            self.app = app
+            return
+        self.app = App(name, source=self.source, observer=HistoryWriter(folder / "history"), **settings)
 
         @self.app.stage
         async def work(msg: Message) -> bytes:
+            if slow:
+                await asyncio.sleep(slow)
             if fails and msg.attempt == 1 and zlib.crc32(msg.value) % fails == 0:
                 raise Transient("not yet")
             if msg.value.endswith(b"!"):
@@ -91,6 +107,7 @@ class Runner:
             batches = list(pool.map(lambda task: list(task.outcomes()), tasks))
         done = [delivery for task in batches for batch in task for delivery in batch]
         self.outcomes += [delivery.outcome for delivery in done]
+        self.became |= {(delivery.partition, delivery.offset): delivery.outcome for delivery in done}
         return [(delivery.partition, delivery.offset) for delivery in done]
 
     def positions(self) -> dict[int, int]:

@@ -11,6 +11,7 @@ from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
+from keylane.core.versions import Versioned
 from keylane.errors import (
     DeliveryError,
     FloodError,
@@ -25,6 +26,7 @@ from keylane.errors import (
 from keylane.frames import ordered
 from keylane.message import Message
 from keylane.publisher import Delivered, Publisher
+from keylane.read import Field
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ __all__ = [
     "DeadLetter",
     "Delivered",
     "DeliveryError",
+    "Field",
     "FloodError",
     "FloodGuard",
     "HotKey",
@@ -51,5 +54,6 @@ __all__ = [
     "SettingsError",
     "Transient",
     "Undelivered",
+    "Versioned",
     "ordered",
 ]

@@ -1,4 +1,4 @@
-"""The public face: an app is a source topic, stages, and what happens when they fail."""
+"""The public face: an app is a source topic, stages or handlers, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from keylane.core.ledger import Ledger
 from keylane.core.retry import Retry
 from keylane.core.ring import slot_of
 from keylane.core.seen import Idempotency
+from keylane.core.versions import Versioned
 from keylane.errors import SettingsError
+from keylane.signature import needs_of, read_signature
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from keylane.core.classify import Rule
     from keylane.message import Message
+    from keylane.signature import Signature
     from keylane.spark.query import LaneQuery
 
 StageFunction = Callable[..., Any]
 ResourceFunction = Callable[..., AsyncIterator[Any] | Iterator[Any] | Awaitable[Any] | Any]
 Decode = Callable[[bytes], Any]
+Reader = Callable[["Message"], Any]
+"""Reads something off a message."""
 F = TypeVar("F", bound=Callable[..., Any])
 OnFailure = Literal["skip", "block", "block_and_dlq", "park"]
 Order = Literal["key", "partition", "global", "none"]
 Delivery = Literal["at_least_once", "exactly_once"]
 Commit = Literal["live", "epoch"]
+Unhandled = Literal["poison", "ignore"]
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -49,22 +55,56 @@ class Observer(Protocol):
         """An attempt begins; it is the message's ``attempt``-th, over all stages."""
 
     def ended(self, message: Message, attempt: int, outcome: str) -> None:
-        """It is over: ``ok``, ``dead``, ``retry`` when there will be another, ``held`` when it got nowhere."""
+        """It is over: ``ok``, ``ignored``, ``dead``; ``retry`` when there will be another, ``held``: it got nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage as declared."""
+    """One stage or handler as declared."""
 
     name: str
     function: StageFunction
     is_async: bool
-    resources: tuple[str, ...]
+    takes: Signature
     retry: Retry | None
     timeout: float | None
     limit: int | None
     breaker: Breaker | None
     classify: Rule | None
+    types: tuple[str, ...] | None = None
+    """The event types of a handler, none for the one of all others; None for a stage."""
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The names of the resources that it is given."""
+        return self.takes.resources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What a stage or handler may be given."""
+
+    retry: Retry | None
+    breaker: Breaker | None
+    timeout: float | None
+    limit: int | None
+    classify: Rule | None
+
+    def check(self, where: str, *, is_async: bool) -> None:
+        """Raises :class:`SettingsError` for what makes no sense."""
+        _retry(where, self.retry)
+        _rule(where, self.classify)
+        if self.breaker is not None and not isinstance(self.breaker, Breaker):
+            raise SettingsError(f"{where}: breaker={self.breaker!r} is no Breaker; write breaker=Breaker(…)")
+        if self.timeout is not None:
+            _more_than_zero(f"timeout of {where}", self.timeout)
+            if not is_async:
+                raise SettingsError(
+                    f"{where}: timeout= needs an 'async def' stage, because a thread cannot be ended; "
+                    "give the client it calls a time-out, or make the stage async"
+                )
+        if self.limit is not None:
+            _at_least(f"limit of {where}", self.limit, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +126,11 @@ class App:
     ``decode`` turns a value's bytes into what the first stage gets as ``msg.value``: a function, ``"json"`` or
     ``"text"``. A value it refuses is poison. A null value is not decoded.
 
+    ``event_type`` says what type a message has, for apps with handlers (:meth:`on`): the name of a header
+    (``event-type`` if not given), or a function that is given the message with its decoded value, such as
+    :class:`keylane.Field`. ``unhandled`` is what happens to a type that no handler is declared for: ``"poison"`` (if
+    not given) fails it for good, ``"ignore"`` counts it as done, with an outcome of its own.
+
     ``on_failure`` is what happens to a message that fails for good, and to its lane: ``"skip"`` makes it a dead letter
     and goes on, ``"block"`` stops the lane until an operator acts, ``"block_and_dlq"`` does so and archives a copy,
     ``"park"`` sends it and everything that follows it in its lane to the dead letters, to be redriven in order.
@@ -94,8 +139,11 @@ class App:
     most; the rest is left for messages that run for the first time. ``flood`` stops the app when most messages fail
     for good: an outage or a bug, not a few bad messages (None: never).
     ``idempotency`` is how far back an event that was sent twice is recognised: the second one does not run (None: it
-    does). ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their
-    topic does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
+    does). ``versions`` say that messages of a key carry versions and run in their order, whatever the order of the
+    log (None: they do not).
+
+    ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
+    does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
 
     ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may stand there twice, with
     ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
@@ -129,9 +177,12 @@ class App:
         classify: Rule | None = None,
         flood: FloodGuard | None = FloodGuard(),  # noqa: B008 - frozen
         idempotency: Idempotency | None = Idempotency(),  # noqa: B008 - frozen
+        versions: Versioned | None = None,
         version: str | None = None,
         spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
+        event_type: str | Reader | None = None,
+        unhandled: Unhandled | None = None,
         capacity: int = 65_536,
         commit_interval: float | None = None,
         drain_timeout: float = 30.0,
@@ -186,6 +237,11 @@ class App:
                 "write idempotency=Idempotency(…), or None"
             )
         self.idempotency = idempotency
+        if versions is not None and not isinstance(versions, Versioned):
+            raise SettingsError(
+                f"App {name!r}: versions={versions!r} is no Versioned; write versions=Versioned(…), or None"
+            )
+        self.versions = versions
         if version is not None and not isinstance(version, str):
             raise SettingsError(f"App {name!r}: version={version!r} is no text")
         self.version = version
@@ -193,6 +249,17 @@ class App:
             raise SettingsError(f"App {name!r}: spool={spool!r} is no folder")
         self.spool = None if spool is None else Path(spool)
         self.decode = decode
+        self.event_type = event_type
+        if event_type is not None and not callable(event_type) and not _header_name(event_type):
+            raise SettingsError(
+                f"App {name!r}: event_type={event_type!r} is no header's name and no function of a message"
+            )
+        self.unhandled = unhandled
+        if unhandled not in (None, "poison", "ignore"):
+            raise SettingsError(
+                f"App {name!r}: unhandled={unhandled!r} is not known; it is 'poison' or 'ignore', or declare a handler "
+                "for all other types with @app.otherwise"
+            )
         self.capacity = _at_least("capacity", capacity, 1)
         if delivery not in ("at_least_once", "exactly_once"):
             raise SettingsError(
@@ -211,6 +278,15 @@ class App:
                 f"App {name!r}: commit='epoch' does not go with on_failure='park': a redriven lane would go on before "
                 "Spark has its rows"
             )
+        if order != "key" and versions is not None:
+            raise SettingsError(
+                f"App {name!r}: versions= needs order='key': with order={order!r} an entity's messages have no lane"
+            )
+        if commit == "epoch" and versions is not None:
+            raise SettingsError(
+                f"App {name!r}: commit='epoch' does not go with versions=: a version counts when its message is done, "
+                "and there nothing is before Spark has the whole epoch"
+            )
         self.commit = commit
         usual = 0.05 if delivery == "exactly_once" else 1.0
         self.commit_interval = _more_than_zero(
@@ -218,6 +294,11 @@ class App:
         )
         self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
         self.observer = observer
+        if ledger is not None and versions is not None:
+            raise SettingsError(
+                f"App {name!r}: ledger= does not go with versions=: the audit knows order by offsets, and versions "
+                "change places"
+            )
         if ledger is not None and not isinstance(ledger, Ledger):
             raise SettingsError(
                 f"App {name!r}: ledger={ledger!r} is no Ledger; write ledger=Ledger(), or Ledger(share=0.1)"
@@ -284,49 +365,114 @@ class App:
         ``breaker`` opens when too many calls fail; while it is open the lanes that need this stage wait together and
         use up no attempts. ``classify`` is asked before the app's own what kind of failure an exception is.
         """
+        options = _Options(retry=retry, breaker=breaker, timeout=timeout, limit=limit, classify=classify)
 
         def declare(function: F) -> F:
-            name = getattr(function, "__name__", type(function).__name__)
-            where = f"App {self.name!r}, stage {name!r}"
-            parameters = _parameters(function, where, stage=True)
-            if not parameters:
-                raise SettingsError(f"{where}: it takes no argument; a stage is given the message")
-            _retry(where, retry)
-            _rule(where, classify)
-            if breaker is not None and not isinstance(breaker, Breaker):
-                raise SettingsError(f"{where}: breaker={breaker!r} is no Breaker; write breaker=Breaker(…)")
-            if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-                raise SettingsError(
-                    f"{where}: it is a generator; a stage returns its result instead of yielding it"
-                )
-            is_async = _is_async(function)
-            if timeout is not None:
-                _more_than_zero(f"timeout of {where}", timeout)
-                if not is_async:
-                    raise SettingsError(
-                        f"{where}: timeout= needs an 'async def' stage, because a thread cannot be ended; "
-                        "give the client it calls a time-out, or make the stage async"
-                    )
-            if limit is not None:
-                _at_least(f"limit of {where}", limit, 1)
-            if any(known.name == name for known in self.stages):
-                raise SettingsError(f"{where}: there is a stage of this name already")
-            self.stages.append(
-                Stage(
-                    name=name,
-                    function=function,
-                    is_async=is_async,
-                    resources=parameters[1:],
-                    retry=retry,
-                    timeout=timeout,
-                    limit=limit,
-                    breaker=breaker,
-                    classify=classify,
-                )
-            )
-            return function
+            return self._declare(function, options, types=None)
 
         return declare if function is None else declare(function)
+
+    def on(
+        self,
+        *types: str,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
+    ) -> Callable[[F], F]:
+        """Declare a handler for events of these types, instead of stages. Options as for :meth:`stage`.
+
+        All types share the one order of their lane. Several handlers of one type run in the order they are declared;
+        each is retried on its own, and those before it do not run again for it, unless the task ended in between. Each
+        is given the message itself, not what the one before returned.
+
+        What a handler returns, unless None, is a result. The results of a message are written together when all its
+        handlers have run: of a message that fails for good there are none.
+        """
+        given: tuple[object, ...] = types
+        for name in given:
+            if not isinstance(name, str) or not name:
+                raise SettingsError(
+                    f"App {self.name!r}: @app.on({name!r}): needs the name of an event type; "
+                    "write @app.on('OrderPaid')"
+                )
+        if not types:
+            raise SettingsError(
+                f"App {self.name!r}: @app.on() names no event type; for all that have no handler write @app.otherwise"
+            )
+        if len(set(types)) < len(types):
+            raise SettingsError(f"App {self.name!r}: @app.on{types!r} names a type twice")
+        options = _Options(retry=retry, breaker=breaker, timeout=timeout, limit=limit, classify=classify)
+        return lambda function: self._declare(function, options, types=types)
+
+    @overload
+    def otherwise(self, function: F, /) -> F: ...
+    @overload
+    def otherwise(
+        self,
+        /,
+        *,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
+    ) -> Callable[[F], F]: ...
+    def otherwise(
+        self,
+        function: F | None = None,
+        /,
+        *,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
+    ) -> F | Callable[[F], F]:
+        """Declare the handler for events of all types that have none, and for those without a type."""
+        options = _Options(retry=retry, breaker=breaker, timeout=timeout, limit=limit, classify=classify)
+
+        def declare(function: F) -> F:
+            return self._declare(function, options, types=())
+
+        return declare if function is None else declare(function)
+
+    def _declare(self, function: F, options: _Options, *, types: tuple[str, ...] | None) -> F:
+        name = getattr(function, "__name__", type(function).__name__)
+        what = "stage" if types is None else "handler"
+        where = f"App {self.name!r}, {what} {name!r}"
+        takes = read_signature(function, where)
+        options.check(where, is_async=_is_async(function))
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise SettingsError(
+                f"{where}: it is a generator; a {what} returns its result instead of yielding it"
+            )
+        for known in self.stages:
+            if known.name == name:
+                raise SettingsError(f"{where}: there is a {what} of this name already")
+            if (known.types is None) != (types is None):
+                raise SettingsError(
+                    f"{where}: app {self.name!r} has {known.name!r} already; an app has either stages (@app.stage), "
+                    "which every message runs through, or handlers (@app.on), of which it runs those of its type"
+                )
+            if types == () == known.types:
+                raise SettingsError(f"{where}: {known.name!r} is the handler of all other types already")
+        self.stages.append(
+            Stage(
+                name=name,
+                function=function,
+                is_async=_is_async(function),
+                takes=takes,
+                retry=options.retry,
+                timeout=options.timeout,
+                limit=options.limit,
+                breaker=options.breaker,
+                classify=options.classify,
+                types=types,
+            )
+        )
+        return function
 
     def resource(self, function: F, /) -> F:
         """Declare a resource: a client, a pool, a model. Opened once per task, closed after its drain.
@@ -339,7 +485,7 @@ class App:
         where = f"App {self.name!r}, resource {name!r}"
         if name in self.resources:
             raise SettingsError(f"{where}: there is a resource of this name already")
-        self.resources[name] = Resource(name=name, function=function, needs=_parameters(function, where))
+        self.resources[name] = Resource(name=name, function=function, needs=needs_of(function, where))
         return function
 
     def on_retry(self, function: F, /) -> F:
@@ -379,7 +525,10 @@ class App:
     def check(self) -> None:
         """Raise :class:`SettingsError` when the app as declared cannot run."""
         if not self.stages:
-            raise SettingsError(f"App {self.name!r} has no stages: declare at least one with @app.stage")
+            raise SettingsError(
+                f"App {self.name!r} has no stages: declare at least one with @app.stage, or handlers with @app.on"
+            )
+        self._check_handlers()
         known: list[str] = []
         for resource in self.resources.values():
             for need in resource.needs:
@@ -392,10 +541,38 @@ class App:
         for stage in self.stages:
             for need in stage.resources:
                 if need not in known:
+                    what = "stage" if stage.types is None else "handler"
+                    near = "; a payload comes first, before the message"
                     raise SettingsError(
-                        f"App {self.name!r}, stage {stage.name!r}: it takes {need!r}, "
-                        f"which is not a resource of the app{_near(need, known)}"
+                        f"App {self.name!r}, {what} {stage.name!r}: it takes {need!r}, which is not a resource of the "
+                        f"app{near if need in stage.takes.misplaced else _near(need, known)}"
                     )
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether it has handlers instead of stages."""
+        return bool(self.stages) and self.stages[0].types is not None
+
+    def _check_handlers(self) -> None:
+        where = f"App {self.name!r}"
+        if not self.dispatches:
+            for what, given in (("event_type", self.event_type), ("unhandled", self.unhandled)):
+                if given is not None:
+                    raise SettingsError(
+                        f"{where}: {what}= is for apps with handlers (@app.on); it has stages"
+                    )
+            return
+        other = [stage.name for stage in self.stages if stage.types == ()]
+        if other and self.unhandled is not None:
+            raise SettingsError(
+                f"{where}: unhandled={self.unhandled!r}, but {other[0]!r} is the handler of all other types; "
+                "leave one of them out"
+            )
+        if len(other) == len(self.stages):
+            raise SettingsError(
+                f"{where}: {other[0]!r} is the handler of all other types and there are none; "
+                "make it a stage, or declare handlers with @app.on"
+            )
 
     def outcomes(self, spark: SparkSession, **options: Any) -> DataFrame:
         """The app as a streaming DataFrame of its outcomes, for a ``writeStream`` of your own.
@@ -479,25 +656,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _parameters(function: Callable[..., Any], where: str, *, stage: bool = False) -> tuple[str, ...]:
-    """Names of what it takes. A stage's first is given by position, as the message; the rest by name, as resources."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"{where}: it is not a function whose parameters can be read: {error}") from None
-    for place, parameter in enumerate(parameters):
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise SettingsError(
-                f"{where}: '*{parameter.name}' names no resource; list the resources it takes by name"
-            )
-        if stage and place == 0:
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                raise SettingsError(
-                    f"{where}: {parameter.name!r} is keyword-only; the message comes by position"
-                )
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            raise SettingsError(f"{where}: {parameter.name!r} is positional-only; resources come by name")
-    return tuple(parameter.name for parameter in parameters)
+def _header_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name)
 
 
 def _near(name: str, known: list[str]) -> str:

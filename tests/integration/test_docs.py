@@ -88,10 +88,12 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    for document in ("docs/failures.md", "docs/testing.md", "docs/audit.md"):
-        (snippet,) = blocks(document, "python")
-        (tmp_path / "snippet.py").write_text(snippet)
-        run([sys.executable, "snippet.py"], tmp_path)
+    for document in ("docs/failures.md", "docs/events.md", "docs/testing.md", "docs/audit.md"):
+        snippets = blocks(document, "python")
+        assert snippets
+        for snippet in snippets:
+            (tmp_path / "snippet.py").write_text(snippet)
+            run([sys.executable, "snippet.py"], tmp_path)
 
 
 def test_the_snippet_about_publishing_runs(tmp_path: Path, broker: Broker, log: Log) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from keylane import Retry
 from keylane.core.plan import Plan, Range, make_plan
 from keylane.core.ring import SLOTS, Slots
-from keylane.testing import check_results
-from support import ids
+from keylane.errors import TakenOverError
+from keylane.kafka.claims import take_over
+from keylane.testing import check_results, read_history
+from support import ids, wait_until
 from tasks import Runner
 
 if TYPE_CHECKING:
@@ -82,3 +85,31 @@ def test_tasks_come_and_go_while_messages_flow(
     assert judge(sent).repeats == 0
     assert log.lag(name, f"{name}.in") == 0
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+
+
+def test_a_range_that_moves_is_drained_before_its_new_owner_starts_anything_of_it(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    """Three messages are in flight when another run cuts the partition otherwise: it waits for them, then goes on."""
+    log.create(f"{name}.in", partitions=1)
+    runner = Runner(log, name, tmp_path, slow=1.5)
+    sent = log.send(f"{name}.in", [{"key": b"k%d" % n, "value": b"%d" % n} for n in (1, 2, 3, 1, 2, 3)])
+
+    def started() -> int:
+        return len(read_history(tmp_path / "history").events)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(runner.run_plan, HALVES, "r1", seconds=30)
+        wait_until(lambda: (tmp_path / "history").exists() and started() == 3, 10, "three are in flight")
+        take_over(log.settings, name, f"{name}.state", 1, "r2")
+        other = Runner(log, name, tmp_path, slow=0.01)
+        done = other.run_plan(Plan(((Range(0, Slots(0, 9)),), (Range(0, Slots(10, SLOTS - 1)),))), "r2")
+        with pytest.raises(TakenOverError):
+            first.result()
+    assert sorted(done) == [(0, 3), (0, 4), (0, 5)]
+    events = read_history(tmp_path / "history").events
+    ends = [event.seq for event in events if event.offset < 3 and event.kind == "end"]
+    begins = [event.seq for event in events if event.offset >= 3 and event.kind == "start"]
+    assert len(ends) == 3
+    assert max(ends) < min(begins)
+    assert judge(sent).repeats == 0

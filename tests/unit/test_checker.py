@@ -534,3 +534,85 @@ def test_any_interleaving_of_the_lanes_is_ok_and_any_swap_inside_one_is_not(rand
     first, second = random.sample(places, 2)
     output[first], output[second] = output[second], output[first]
     assert check_results(records, output).tally == {Flaw.ORDER: 1}
+
+
+# -- lanes that run by versions --------------------------------------------------------------------------------------
+
+
+def by_version(**versions: int) -> dict[tuple[int, int], int]:
+    return {(0, int(name[1:])): version for name, version in versions.items()}
+
+
+def test_versions_that_ascend_are_ok_whatever_their_offsets_and_by_offsets_they_are_not() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(2).ran(1)
+    assert flaws(run.check()) == {Flaw.ORDER}
+    assert run.check(versions=by_version(o0=1, o1=3, o2=2)).ok
+
+
+def test_an_early_version_that_runs_before_the_missing_one_is_found() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
+    verdict = run.check(versions=by_version(o0=1, o1=3, o2=2))
+    assert flaws(verdict) == {Flaw.ORDER}
+    assert "started while version 2 (offset 2) was not finished" in str(verdict)
+
+
+def test_an_owner_that_goes_back_to_a_lower_version_is_found() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
+    details = [v.detail for v in run.check(versions=by_version(o0=1, o1=3, o2=2)).violations]
+    assert "owner p1 went back: it had started version 3 (offset 1) before" in details
+
+
+def test_a_version_that_is_retried_is_finished_before_the_next() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0)
+    run.ran(2, "retry").ran(1).ran(2, attempt=2)
+    assert flaws(run.check(versions=by_version(o0=1, o1=3, o2=2))) == {Flaw.ORDER}
+    run = Run().send(A, 0, 1, 2).ran(0).ran(2, "retry").ran(2, attempt=2).ran(1)
+    assert run.check(versions=by_version(o0=1, o1=3, o2=2)).ok
+
+
+def test_a_stale_version_is_finished_without_having_run() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1)
+    versions = by_version(o0=1, o1=2, o2=1)
+    assert flaws(run.check(versions=versions)) == {Flaw.LOST, Flaw.ORDER}, "it has to be declared"
+    assert run.check(versions=versions, stale={(0, 2)}).ok
+
+
+def test_a_stale_version_that_ran_all_the_same_is_found() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
+    versions = by_version(o0=1, o1=2, o2=1)
+    assert flaws(run.check(versions=versions)) == {Flaw.ORDER}, "it undid what was newer"
+    assert Flaw.STALE in flaws(run.check(versions=versions, stale={(0, 2)}))
+
+
+def test_a_version_is_not_stale_when_nothing_as_new_is_finished() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(1)
+    verdict = run.check(versions=by_version(o0=1, o1=2, o2=3), stale={(0, 2)})
+    assert flaws(verdict) == {Flaw.STALE}
+    assert "version 3 was passed over as stale, and nothing as new is finished" in str(verdict)
+    assert flaws(run.check(versions=by_version(o0=1, o1=2), stale={(0, 2)})) == {Flaw.STALE}
+
+
+def test_what_is_newer_in_another_lane_makes_nothing_stale() -> None:
+    run = Run().send(A, 0, 1).send(B, 2, 3).ran(0).ran(2).ran(3)
+    versions = by_version(o0=1, o1=2, o2=1, o3=9)
+    assert flaws(run.check(versions=versions, stale={(0, 1)})) == {Flaw.STALE}
+
+
+def test_overlap_is_found_in_lanes_with_versions_too() -> None:
+    run = Run().send(A, 0, 1).start(1).start(0).end(1).end(0)
+    assert Flaw.OVERLAP in flaws(run.check(versions=by_version(o0=2, o1=1)))
+
+
+def test_a_replay_of_versions_by_a_new_owner_is_counted() -> None:
+    run = Run().send(A, 0, 1, 2).ran(0).ran(2).ran(1)
+    run.ran(2, owner="p2").ran(1, owner="p2")
+    versions = by_version(o0=1, o1=3, o2=2)
+    assert flaws(run.check(versions=versions)) == {Flaw.REPEAT}
+    assert run.check(versions=versions, allow_repeats=1).ok
+    back = Run().send(A, 0, 1, 2).ran(0).ran(2).ran(1).ran(1, owner="p2").ran(2, owner="p2")
+    assert flaws(back.check(versions=versions, allow_repeats=1)) == {Flaw.ORDER}
+
+
+def test_messages_without_a_version_are_held_to_no_order_but_may_not_be_lost() -> None:
+    run = Run().send(A, 0, 1, 2, 3).ran(1).ran(0).ran(2)
+    assert {v.flaw for v in run.check(versions=by_version(o0=1, o2=2)).violations} == {Flaw.LOST}

@@ -329,6 +329,9 @@ class Sink:
     def result(self, delivery: Delivery, value: bytes) -> None:
         self.given.append(delivery)
 
+    def handled(self, delivery: Delivery, values: Any) -> None:
+        raise AssertionError("an app with stages has one result")
+
     def note(self, *given: Any) -> None:
         asyncio.get_running_loop().call_soon(given[-1], None)
 

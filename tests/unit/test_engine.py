@@ -823,6 +823,9 @@ class Sink:
             raise Poison("too large")
         self.given.append(delivery)
 
+    def handled(self, delivery: Delivery, values: Any) -> None:
+        raise AssertionError("an app with stages has one result")
+
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         asyncio.get_running_loop().call_soon(then, None)
 

@@ -481,3 +481,104 @@ def test_what_is_put_before_entries_on_their_way_back_is_done_like_all_others() 
     run()
     assert sorted(item.number for item in done) == [-2, -1, *range(200)]
     assert table.lanes == {}
+
+
+# Entries that are set aside.
+
+
+def through(table: Table) -> list[int]:
+    """Run everything that is ready; the order, as done."""
+    done: list[Item] = []
+    while (lane := table.take()) is not None:
+        head = lane.head
+        assert head is not None
+        table.passed(lane)
+        table.settle(head, done)
+    return [item.number for item in done]
+
+
+def test_an_entry_that_is_set_aside_lets_the_next_one_run_and_comes_back_before_what_has_not_begun() -> None:
+    table, items = filled(*[b"a"] * 4)
+    lane = table.take()
+    assert lane is not None
+    table.set_aside(lane)
+    assert (table.running, lane.state, lane.head) == (0, LaneState.READY, items[1])
+    done: list[Item] = []
+    assert table.take() is lane
+    table.passed(lane)
+    table.settle(items[1], done)
+    table.insert(b"a", [items[0]])
+    assert done == [items[1]]
+    assert through(table) == [0, 2, 3]
+    assert table.lanes == {}
+
+
+def test_an_entry_that_is_set_aside_is_done_behind_the_one_it_waited_for() -> None:
+    table, items = filled(*[b"a"] * 3)
+    done: list[Item] = []
+    lane = table.take()
+    assert lane is not None
+    table.passed(lane)  # 0 waits for its acknowledgement
+    table.take()
+    table.set_aside(lane)  # 1
+    table.take()
+    table.passed(lane)  # 2
+    table.insert(b"a", [items[1]])
+    table.take()
+    table.passed(lane)
+    table.settle(items[1], done)
+    table.settle(items[2], done)
+    assert done == []
+    table.settle(items[0], done)
+    assert [item.number for item in done] == [0, 2, 1]
+    assert table.lanes == {}
+
+
+def test_a_lane_whose_only_entry_is_set_aside_is_gone_until_it_comes_back() -> None:
+    table, items = filled(*[b"a"] * 1)
+    lane = table.take()
+    assert lane is not None
+    table.set_aside(lane)
+    assert table.lanes == {}
+    assert table.quiet
+    table.arrive(b"a", later := Item(1, b"a"))
+    table.insert(b"a", [items[0]])
+    assert later.lane is not None
+    assert through(table) == [0, 1]
+
+
+def test_the_last_entry_is_set_aside_while_one_before_it_waits_for_its_acknowledgement() -> None:
+    table, items = filled(*[b"a"] * 2)
+    done: list[Item] = []
+    lane = table.take()
+    assert lane is not None
+    table.passed(lane)
+    table.take()
+    table.set_aside(lane)
+    assert (lane.state, lane.head, lane.tail) == (LaneState.IDLE, None, items[0])
+    table.arrive(b"a", Item(2, b"a"))
+    assert lane.state is LaneState.READY
+    table.insert(b"a", [items[1]])
+    table.settle(items[0], done)
+    assert through(table) == [1, 2]
+    assert table.lanes == {}
+
+
+def test_a_lane_with_entries_away_asks_for_them_when_its_last_one_is_set_aside() -> None:
+    asked: list[Sequence[int]] = []
+    table = Table(fetch=lambda _lane, _partition, offsets: asked.append(list(offsets)))
+    for number in range(lanes.KEEP + 3):
+        table.arrive(b"a", Item(number, b"a"))
+    lane = table.take()
+    assert lane is not None
+    table.stop(lane, 0.0)
+    table.resume(lane)
+    aside = []
+    while (running := table.take()) is not None:
+        aside.append(running.head)
+        table.set_aside(running)
+    assert asked == [[lanes.KEEP + 1, lanes.KEEP + 2]]
+    assert lane.state is LaneState.RETURNING
+    table.returned(lane, [Item(lanes.KEEP + 1, b"a"), Item(lanes.KEEP + 2, b"a")], 0)
+    assert through(table) == [lanes.KEEP + 1, lanes.KEEP + 2]
+    assert table.lanes == {}

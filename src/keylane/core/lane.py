@@ -119,8 +119,9 @@ class LaneStatistics:
 class LaneTable(Generic[E]):
     """All lanes of a task that have something to do.
 
-    ``arrive`` → ``take`` → (``passed`` | ``retry`` → ``wake`` | ``hold`` or ``stop`` → ``resume``) → ``settle``. The
-    table decides what may run; it never runs anything. An entry without a key gets a lane of its own.
+    ``arrive`` → ``take`` → (``passed`` | ``retry`` → ``wake`` | ``hold`` or ``stop`` → ``resume``) → ``settle``, or
+    ``take`` → ``set_aside`` → ``insert``. The table decides what may run; it never runs anything. An entry without a
+    key gets a lane of its own.
 
     ``let_go`` is told of partitions and numbers of entries of which only the places are kept from now on,
     ``fetch`` of a lane that needs entries back: it answers, later, with :meth:`returned`.
@@ -252,6 +253,35 @@ class LaneTable(Generic[E]):
             return
         lane.state = LaneState.READY
         if not self.closed:
+            self.ready.append(lane)
+
+    def set_aside(self, lane: Lane[E]) -> None:
+        """The head leaves its lane without having run, and the next entry may run. The caller inserts it again."""
+        self.running -= 1
+        entry: E = lane.head  # type: ignore[assignment]  # a lane that runs has a head
+        following: E | None = entry.next
+        if lane.first is entry:
+            lane.first = following
+        else:
+            before: E = lane.first  # type: ignore[assignment]  # a lane with a head has a first
+            while before.next is not entry:
+                before = before.next
+            before.next = following
+            if following is None:
+                lane.tail = before
+        entry.next = entry.lane = None
+        lane.head = following
+        if lane.slow:
+            lane.since = 0.0
+            lane.slow = bool(lane.away)
+        if following is None and lane.away and not self.closed:
+            self._ask_back(lane)
+        elif following is None or self.closed:
+            lane.state = LaneState.IDLE
+            if lane.first is None and not lane.slow:
+                del self.lanes[lane.key]
+        else:
+            lane.state = LaneState.READY
             self.ready.append(lane)
 
     def insert(self, key: Hashable, entries: Sequence[E]) -> Lane[E]:

@@ -8,7 +8,8 @@ ledger, everything else of the same lane.
 ``a``  the number of the attempt, over all stages; 0 when it was done without one: skipped, parked, a duplicate
 ``w``  who ran it: host, process and task; ``l`` which life of that: an owner that begins again has another
 ``s``  when it started, ``e`` when it ended: microseconds since 1970 by the owner's clock, which is never set back
-``r``  how it ended: ``ok``, ``dead``, ``skipped``, ``parked``, ``duplicate``: finished; ``retry``, ``held``: not yet
+``r``  how it ended: ``ok``, ``ignored``, ``dead``, ``skipped``, ``parked``, ``duplicate``, ``stale``: finished;
+       ``retry``, ``held``: not yet
 ``d``  1 when it came from the dead letters; left out otherwise
 ``m``  the share of the keys that is recorded, when that is not all
 ====== ==========================================================================================================
@@ -23,7 +24,7 @@ from typing import Any
 
 from keylane.errors import SettingsError
 
-FINAL = ("ok", "dead", "skipped", "parked", "duplicate")
+FINAL = ("ok", "ignored", "dead", "skipped", "parked", "duplicate", "stale")
 """After one of these the message is finished and its lane may go on."""
 _PARTS = 1_000_000
 

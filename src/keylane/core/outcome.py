@@ -18,3 +18,7 @@ class Outcome(StrEnum):
     """Its lane is parked; its letter is acknowledged, and it will run when the lane is redriven."""
     DUPLICATE = "duplicate"
     """It repeats an earlier message of its lane, which has finished, and was not run."""
+    STALE = "stale"
+    """Its lane has gone beyond its version; it was not run."""
+    IGNORED = "ignored"
+    """No handler is for its type, and the app says to ignore such."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keylane.core.classify import Failure, classify
@@ -20,7 +21,7 @@ from keylane.engine.gate import GateShutError
 from keylane.errors import FloodError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from keylane.app import App
     from keylane.core.breaker import CircuitState
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from keylane.engine.pipeline import Step
 
 log = logging.getLogger("keylane.engine")
+
+Ended = Callable[["Delivery", str], None]
 
 _ERROR_LIMIT = 2000
 _TRACEBACK_LIMIT = 8000
@@ -42,7 +45,6 @@ class Course:
         self.retries = 0
         self._engine = engine
         self._app = app
-        self._steps = steps
         self._rng = rng
         self._flood = FloodWatch(app.flood) if app.flood is not None else None
         self._observer = app.observer
@@ -51,8 +53,10 @@ class Course:
             if step.gate is not None:
                 step.gate.attach(resume=engine.resume, tell=self._breaker)
 
-    def failed(self, lane: Lane[Delivery], delivery: Delivery, error: BaseException) -> None:
-        """An attempt at the lane's head ended in this error."""
+    def failed(
+        self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
+    ) -> None:
+        """An attempt at the lane's head ended in this error. With ``step`` it failed there, before any attempt."""
         engine = self._engine
         if isinstance(error, GateShutError):
             self.ended(delivery, "held")
@@ -60,7 +64,8 @@ class Course:
             engine.table.hold(lane, engine.now())
             error.gate.wait(lane)
             return
-        step = self._steps[min(delivery.stage, len(self._steps) - 1)]
+        ended = self.ended if step is None else _untold
+        step = step or engine.step_of(delivery)
         wall = engine.wall()
         verdict = classify(error, step.rules)
         trouble = self._note(delivery, step.name, error, wall)
@@ -69,9 +74,10 @@ class Course:
                 delivery.attempt, self._rng, elapsed=wall - trouble.since, asked=verdict.delay
             )
             if wait is not None:
+                ended(delivery, "retry")
                 self._retry(lane, delivery, trouble, error, wait)
                 return
-        self._give_up(lane, delivery, _letter(step.name, error, delivery, trouble, wall))
+        self._give_up(lane, delivery, _letter(step.name, error, delivery, trouble, wall), ended)
 
     def passed(self, delivery: Delivery) -> None:
         """A message in trouble came through."""
@@ -88,7 +94,7 @@ class Course:
                 self.troubled[delivery.partition, delivery.offset] = delivery
                 self._engine.sleep(lane, wait)
                 return False
-        delivery.attempt = trouble.attempt_at(self._steps[delivery.stage].name)
+        delivery.attempt = trouble.attempt_at(self._engine.step_of(delivery).name)
         return True
 
     def kept(self) -> dict[int, dict[int, Kept]]:
@@ -131,7 +137,6 @@ class Course:
     def _retry(
         self, lane: Lane[Delivery], delivery: Delivery, trouble: Trouble, error: BaseException, wait: float
     ) -> None:
-        self.ended(delivery, "retry")
         self.retries += 1
         self.hook("retry", delivery, error, wait)
         delivery.attempt = trouble.attempt
@@ -139,7 +144,7 @@ class Course:
         self.troubled[delivery.partition, delivery.offset] = delivery
         self._engine.sleep(lane, wait)
 
-    def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: DeadLetter) -> None:
+    def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: DeadLetter, ended: Ended) -> None:
         """The app's policy. A redriven message lies among the dead letters, and its lane went on without it."""
         engine, policy = self._engine, self._app.on_failure
         self.troubled.pop((delivery.partition, delivery.offset), None)
@@ -150,7 +155,7 @@ class Course:
                 delivery.key if delivery.key is not None else delivery.offset, engine.passed
             )
             if why is not None:
-                self.ended(delivery, "held")
+                ended(delivery, "held")
                 engine.table.stop(lane, engine.now())
                 engine.fail(FloodError(_flooded(self._app, why, delivery, letter)))
                 return
@@ -164,17 +169,17 @@ class Course:
             delivery.error,
         )
         if redriven and lane.key in engine.stops.held_parked:
-            self.ended(delivery, "retry")
+            ended(delivery, "retry")
             engine.stops.park_again(lane, delivery, letter)
         elif policy == "skip" or redriven or (policy == "park" and lane.key is None):
             self.hook("dead", delivery, letter)
-            engine.stops.bury(lane, delivery, letter, Outcome.DEAD, ended=self.ended)
+            engine.stops.bury(lane, delivery, letter, Outcome.DEAD, ended=ended)
         elif policy == "park":
-            self.ended(delivery, "retry")
+            ended(delivery, "retry")
             self.hook("block", delivery, letter)
             engine.stops.park(lane, delivery, letter)
         else:
-            self.ended(delivery, "retry")
+            ended(delivery, "retry")
             self.hook("block", delivery, letter)
             engine.stops.block(lane, delivery, letter, archive=policy == "block_and_dlq")
 
@@ -186,6 +191,10 @@ class Course:
     def _breaker(self, stage: str, state: CircuitState) -> None:
         log.warning("breaker of stage %r: %s", stage, state.value)
         self.hook("breaker", stage, state)
+
+
+def _untold(_delivery: Delivery, _outcome: str) -> None:
+    """Where nothing was begun, nothing ends."""
 
 
 def record_of(delivery: Delivery, letter: DeadLetter, stop: Stop, since: float, why: str = "") -> LaneRecord:

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from keylane.core.lane import Lane
     from keylane.core.letter import Failed
     from keylane.core.record import Kept
+    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
+    from keylane.engine.pipeline import Step
     from keylane.message import Record
 
 
@@ -113,9 +115,34 @@ class Delivery(Message):
         """The value as it was in the source topic."""
         return self._record.value()
 
+    @property
+    def version(self) -> int | None:
+        """As the app's ``versions`` say; without them the header ``event-version``."""
+        versions = self.engine.versions
+        known = None if versions is None else versions.known(self)
+        return super().version if known is None else known
+
     def __call__(self, error: Any, _message: Any) -> None:
         """The producer's delivery report: what this message caused is acknowledged, or cannot be."""
         if error is None:
             self.engine.acknowledged.append(self)
         else:
             self.engine.refused(self, error)
+
+
+class Routed(Delivery):
+    """A message of an app with handlers."""
+
+    __slots__ = ("handler", "kind", "results", "route")
+
+    def __init__(self, record: Record, engine: Engine) -> None:
+        super().__init__(record, engine)
+        self.route: tuple[Step, ...] | None = None  # the handlers of its type, when that is known
+        self.handler = 0  # the one that runs next: a retry resumes there
+        self.kind: str | None = None
+        self.results: list[Result] = []
+
+    @property
+    def type(self) -> str | None:
+        """As the app's ``event_type`` says; while that is being found out, the header ``event-type``."""
+        return super().type if self.route is None else self.kind

@@ -18,16 +18,19 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keylane.core.lane import Lane, LaneStatistics, LaneTable
+from keylane.core.lane import Lane, LaneState, LaneStatistics, LaneTable
 from keylane.core.outcome import Outcome
 from keylane.core.relief import Relief
 from keylane.engine.course import Course
-from keylane.engine.delivery import Delivery, Trouble
+from keylane.engine.delivery import Delivery, Routed, Trouble
+from keylane.engine.dispatch import Dispatcher, as_it_is
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.lanes import lane_keys
 from keylane.engine.pipeline import decoder, encode
 from keylane.engine.skew import Skew
 from keylane.engine.stops import Stops
+from keylane.engine.versions import VersionedTable, Versions
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import KafkaError, KeylaneError
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from keylane.core.letter import DeadLetter
     from keylane.core.record import Kept, LaneRecord
     from keylane.core.watermark import Progress
+    from keylane.engine.dispatch import Result
     from keylane.engine.pipeline import Step
     from keylane.message import Record
 
@@ -57,6 +61,9 @@ class Output(Protocol):
 
         Raises :class:`keylane.Poison` when the sink can never take this value.
         """
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """The results of a message's handlers, together: as :meth:`result`, told when all of them are durable."""
 
     def letter(
         self,
@@ -82,15 +89,19 @@ class EngineStatistics:
     dead: int
     parked: int
     duplicates: int
+    stale: int
+    ignored: int
+    early: int
+    """Of those held, the ones that wait for a version before theirs."""
     retries: int
     runners: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """Messages of a lane that are being read again."""
+    """Messages that are being read again, and who is told of them and of how many are gone."""
 
-    lane: Lane[Delivery]
+    then: Callable[[list[Delivery], int], None]
     partition: int
     offsets: Sequence[int]
     missing: int = 0
@@ -104,7 +115,7 @@ class Engine:
     ``failure`` becomes done with an exception when the engine can not go on.
 
     ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
-    ``progress(partition)`` is what is done there.
+    ``progress(partition)`` is what is done there. ``store`` are the versions that are done, for an app that has them.
     ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
     ``room()`` is how many there is room for in memory; ``app.capacity`` if not given.
     """
@@ -120,6 +131,7 @@ class Engine:
         let_go: Callable[[int, int], None] = lambda _partition, _count: None,
         progress: Callable[[int], Progress] | None = None,
         room: Callable[[], int] | None = None,
+        store: VersionStore | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -128,16 +140,27 @@ class Engine:
         self.dead = 0
         self.parked = 0
         self.duplicates = 0
+        self.stale = 0
+        self.ignored = 0
         self.passed = 0  # messages whose stages are through
         self.promised = 0  # records handed over and not answered yet
         self.wall = wall
         self._app = app
-        self._steps = tuple(steps)
+        self._all_steps = self._steps = tuple(steps)
         self._output = output
         self._on_done = on_done
         self._decode = decoder(app)
         self._lane_key = lane_keys(app.order)
-        self._has_sink = app.sink is not None or app.commit == "epoch"
+        self._delivery: type[Delivery] = Delivery
+        self._encode: Callable[[Any, str], Any] = encode
+        self._result: Callable[[Any, Any], None] | None = None
+        self._dispatcher: Dispatcher | None = None
+        if app.sink is not None or app.commit == "epoch":
+            self._result = output.handled if app.dispatches else output.result
+        if app.dispatches:
+            self._dispatcher = Dispatcher(app, steps)
+            self._steps = (self._dispatcher.step,)
+            self._delivery, self._encode = Routed, as_it_is
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
             lambda *_: None
@@ -148,13 +171,20 @@ class Engine:
         self._asked: dict[int, _Asked] = {}  # by ticket
         if app.order == "global":
             fetch = None  # its one lane has messages of all partitions, which are held
-        self.table: LaneTable[Delivery] = LaneTable(
-            let_go=let_go, fetch=None if fetch is None else self._ask_back, retry_share=app.retry_share
-        )
+        self.lets_go = fetch is not None
+        self.table: LaneTable[Delivery]
+        self.versions: Versions | None = None
+        back = None if fetch is None else self._ask_back
+        if app.versions is None:
+            self.table = LaneTable(let_go=let_go, fetch=back, retry_share=app.retry_share)
+        else:
+            table = self.table = VersionedTable(let_go=let_go, fetch=back, retry_share=app.retry_share)
+            self.versions = Versions(app.versions, self, app, table, store or VersionStore())
         self._room = room or (lambda: app.capacity)
         self._relief: Relief[Delivery] = Relief()
         self._looking: asyncio.TimerHandle | None = None  # while there is little room
-        self._look_after = 0.0 if fetch is not None else inf
+        # Messages that wait for a version have given up their places already.
+        self._look_after = 0.0 if fetch is not None and app.versions is None else inf
         self.skew = Skew(self.table, tell=lambda hot: self.course.hook("hot", hot))
         self._kept: dict[tuple[int, int], Kept] = {}
         # Without lanes nobody waits for the first of two: whether that will be done is not known.
@@ -172,7 +202,7 @@ class Engine:
         self._timers: set[asyncio.TimerHandle] = set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.stops = Stops(self, output)
-        self.course = Course(self, app, self._steps, rng=rng)
+        self.course = Course(self, app, self._all_steps, rng=rng)
 
     # What the task calls.
 
@@ -197,10 +227,11 @@ class Engine:
 
     def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        arrive, now, kept, lane_key = self.table.arrive, self.now(), self._kept, self._lane_key
+        arrive, now, kept, make = self.table.arrive, self.now(), self._kept, self._delivery
+        lane_key = self._lane_key
         look = self.seen.arrived if self.seen.active else None
         for record in records:
-            delivery = Delivery(record, self)
+            delivery = make(record, self)
             if kept:
                 self._remember(delivery)
             if look is not None:
@@ -270,7 +301,9 @@ class Engine:
                 single.cancel()
         for timer in self._timers:
             timer.cancel()
-        for step in self._steps:
+        if self.versions is not None:
+            self.versions.close()
+        for step in self._all_steps:
             if step.gate is not None:
                 step.gate.close()
 
@@ -281,7 +314,7 @@ class Engine:
     @property
     def resting(self) -> bool:
         """Nothing is left to do, but what stands in stopped lanes."""
-        if self.promised or self._timers:
+        if self.promised or self._timers or (self.versions is not None and not self.versions.resting):
             return False
         return self.held == 0 or (self.table.quiet and not self.table.unsettled)
 
@@ -304,6 +337,9 @@ class Engine:
             dead=self.dead,
             parked=self.parked,
             duplicates=self.duplicates,
+            stale=self.stale,
+            ignored=self.ignored,
+            early=0 if self.versions is None else self.versions.holding,
             retries=self.course.retries,
             runners=len(self._runners),
         )
@@ -330,7 +366,7 @@ class Engine:
         if asked is None:
             return
         for record in records:
-            delivery = Delivery(record, self)
+            delivery = self.make(record)
             if self._kept:
                 self._remember(delivery)
             asked.back.append(delivery)
@@ -342,11 +378,21 @@ class Engine:
         del self._asked[ticket]
         if asked.missing:
             self.seen.gone(asked.partition, set(asked.offsets).difference(d.offset for d in asked.back))
-        self.table.returned(asked.lane, asked.back, asked.missing)
+        asked.then(asked.back, asked.missing)
         self._changed.set()
         self._ensure_runner()
 
     # What its own parts call.
+
+    def make(self, record: Record) -> Delivery:
+        """A message of this engine."""
+        return self._delivery(record, self)
+
+    def step_of(self, delivery: Delivery) -> Step:
+        """The stage or handler that the message is at."""
+        if self._dispatcher is not None:
+            return self._dispatcher.step_of(delivery)  # type: ignore[arg-type]  # it makes no others then
+        return self._steps[min(delivery.stage, len(self._steps) - 1)]
 
     def resume(self, lane: Lane[Delivery]) -> None:
         """A lane that waited or was stopped goes on."""
@@ -367,9 +413,11 @@ class Engine:
         self.acknowledged.append(delivery)
         self._ensure_runner()
 
-    def pass_over(self, lane: Lane[Delivery], delivery: Delivery) -> None:
-        """The lane's head repeats an earlier message: it does not run, and is done when all before it is."""
-        delivery.outcome = Outcome.DUPLICATE
+    def pass_over(
+        self, lane: Lane[Delivery], delivery: Delivery, outcome: Outcome = Outcome.DUPLICATE
+    ) -> None:
+        """The lane's head repeats another message, or is stale: it does not run, and is done when all before it is."""
+        delivery.outcome = outcome
         self.table.passed(lane)
         # Not by acknowledge(): the runner that this is called from goes on with the lane, and needs no other.
         if not self.acknowledged:
@@ -395,9 +443,21 @@ class Engine:
         """The engine may have come to rest."""
         self._changed.set()
 
-    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+    def put_back(self, key: bytes, deliveries: Sequence[Delivery]) -> None:
+        """Messages that were set aside come before everything in their lane that has not begun."""
+        lane = self.table.insert(key, deliveries)
+        if lane.state is LaneState.STOPPED:
+            self.resume(lane)
+        else:
+            self._changed.set()
+            self._ensure_runner()
+
+    def ask_back(
+        self, partition: int, offsets: Sequence[int], then: Callable[[list[Delivery], int], None]
+    ) -> None:
+        """Read messages again that were let go of; ``then`` is given them, and how many are gone."""
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(lane=lane, partition=partition, offsets=offsets)
+        self._asked[ticket] = _Asked(then=then, partition=partition, offsets=offsets)
         self._fetch(ticket, partition, offsets)
 
     # Room.
@@ -419,6 +479,32 @@ class Engine:
         self._look_after = now + relief.wait
         if relief.watching:  # also when nothing more arrives, because there is no room for it
             self._looking = self._loop.call_at(self._look_after, self._look)
+
+    def let_go(self, partition: int, count: int) -> None:
+        """So many messages of this partition are held as places only."""
+        self._let_go(partition, count)
+
+    def at(self, when: float, what: Callable[[], None]) -> asyncio.TimerHandle:
+        """Do something at this time of the loop; whoever asks must cancel it when the engine ends."""
+        return self._loop.call_at(when, what)
+
+    def decode(self, delivery: Delivery) -> None:
+        """Decode its value, if that is still to be done."""
+        if not delivery.decoded:
+            if self._decode is not None and delivery.value is not None:
+                delivery.value = self._decode(delivery.value)
+            delivery.decoded = True
+
+    def kept(self) -> dict[int, dict[int, Kept]]:
+        """What to write down about messages that are not done, by partition and offset: attempts, and waits."""
+        kept = self.course.kept()
+        if self.versions is not None:
+            for partition, waits in self.versions.kept().items():
+                kept[partition] = waits | kept.get(partition, {})
+        return kept
+
+    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+        self.ask_back(partition, offsets, lambda back, gone: self.table.returned(lane, back, gone))
 
     # Runners.
 
@@ -443,8 +529,9 @@ class Engine:
     async def _run(self) -> None:
         # The hot path. Kept in one function, to save calls per message.
         table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
-        decode, result_of = self._decode, self._output.result if self._has_sink else None
+        decode, result_of, encoded = self._decode, self._result, self._encode
         records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
+        versioned = self.versions is not None
         last = len(steps)
         turns = 0
         self._standby = False
@@ -464,7 +551,8 @@ class Engine:
                 self._ensure_runner()
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (
-                delivery.trouble is not None
+                versioned
+                or delivery.trouble is not None
                 or (twice and (delivery.partition, delivery.offset) in twice)
                 or ((records or held) and ((key := lane.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
@@ -494,7 +582,7 @@ class Engine:
                         self._loop.call_soon(self.settle)
                     self.acknowledged.append(delivery)
                 else:
-                    result_of(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
+                    result_of(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
             except (Exception, SystemExit) as error:
                 self.course.failed(lane, delivery, error)
             except asyncio.CancelledError:
@@ -503,7 +591,7 @@ class Engine:
                 self.course.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
             else:
                 if observer is not None:
-                    observer.ended(delivery, delivery.attempts, Outcome.OK)
+                    observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.trouble is not None:
                     self.course.passed(delivery)
                 self.passed += 1
@@ -528,6 +616,8 @@ class Engine:
         redriven = trouble is not None and trouble.letter is not None
         if not redriven and (delivery.partition, delivery.offset) in self.seen.waiting:
             self.pass_over(lane, delivery)
+            return False
+        if self.versions is not None and not self.versions.may_start(lane, delivery):
             return False
         return trouble is None or self.course.may_start(lane, delivery, trouble)
 
@@ -562,6 +652,9 @@ class Engine:
             for delivery in done:
                 if delivery.outcome is not Outcome.OK:
                     self._count(delivery)
+            if self.versions is not None:
+                for delivery in done:
+                    self.versions.done(delivery)
             try:
                 self._on_done(done)
             except Exception as error:
@@ -580,6 +673,10 @@ class Engine:
             self.parked += 1
         elif delivery.outcome is Outcome.DUPLICATE:
             self.duplicates += 1
+        elif delivery.outcome is Outcome.STALE:
+            self.stale += 1
+        elif delivery.outcome is Outcome.IGNORED:
+            self.ignored += 1
         else:
             self.dead += 1
 

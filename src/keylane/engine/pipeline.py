@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keylane.core.classify import Rule
     from keylane.core.retry import Retry
     from keylane.message import Message
+    from keylane.payload import Read
 
 THREADS = 256
 """Threads of a ``def`` stage that has no limit of its own. They are started when needed."""
@@ -90,6 +91,8 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
     gate = None
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
+    if stage.takes.payload is not None:
+        function = _typed(function, stage.takes.payload.reader(), stage.takes.message)
     if not stage.is_async:
         function = _threaded(stage, function, threads, stack, app.retry_share)
     elif stage.timeout is not None:
@@ -114,6 +117,16 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
         gate=gate,
         threads=threads,
     )
+
+
+def _typed(function: Callable[..., Any], read: Read, message_name: str | None) -> Callable[[Message], Any]:
+    """The stage with its payload, and the message by name if it asks for it."""
+
+    def call(message: Message) -> Any:
+        payload = read(message.value)
+        return function(payload) if message_name is None else function(payload, **{message_name: message})
+
+    return call
 
 
 def _threaded(

@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keylane.engine.delivery import Delivery, Trouble
+from keylane.engine.delivery import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.message import Record
 
@@ -46,7 +47,7 @@ class Redriver:
         """Run these letters, each lane's in the order of their source, and wait until all of them are done."""
         lanes: dict[bytes | None, list[Delivery]] = {}
         for one in sorted(found, key=lambda one: (one.record.partition(), one.record.offset())):
-            delivery = Delivery(one.record, self._engine)
+            delivery = self._engine.make(one.record)
             trouble = delivery.trouble = Trouble()
             trouble.letter, trouble.redrives = one.letter, one.redrives + 1
             lanes.setdefault(self._engine.lane_key(delivery.key, delivery.partition), []).append(delivery)

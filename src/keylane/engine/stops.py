@@ -340,6 +340,8 @@ class Stops:
             lane = engine.table.lanes.get(key)
             if lane is not None:
                 engine.resume(lane)
+            if engine.versions is not None:
+                engine.versions.go_on(key)
 
         if key in self.held_parked and record is not None:
             self.held_parked.discard(key)

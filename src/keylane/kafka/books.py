@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from confluent_kafka import TopicPartition
@@ -23,6 +24,7 @@ from keylane.core.standing import (
     outdated,
 )
 from keylane.core.watermark import Progress, Watermark
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import FloodError
 from keylane.kafka.state import (
     ATTEMPTS,
@@ -34,6 +36,7 @@ from keylane.kafka.state import (
     PROGRESS,
     RANGE,
     RANGES,
+    VERSION,
     Proposal,
     part_of,
 )
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from keylane.core.ring import Slots
     from keylane.core.standing import Strip
     from keylane.engine.engine import Engine
+    from keylane.engine.versionstore import Entry, Name
     from keylane.kafka.claims import Claims
     from keylane.kafka.desk import Desk
     from keylane.kafka.output import KafkaOutput
@@ -76,13 +80,14 @@ class Books:
         self._committed: dict[int, Progress] = {}
         self._slots: dict[int, Slots] = {}
         self._written: dict[int, Standing] = {}  # of ranges
-        self._versions: dict[int, int] = {}
+        self._cuts: dict[int, int] = {}  # the versions of what it writes about ranges
         self._moved: dict[
             int, int
         ] = {}  # where somebody had moved the group, of partitions that are shared out
         self._group: dict[int, int] = {}  # of those whose first slot is here: the offset that was committed
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
+        self._withheld: set[int] = set()  # partitions whose progress was not written this time
         self._seat: Seat
         self._state: State
         self._engine: Engine
@@ -103,9 +108,12 @@ class Books:
             self.watermarks = {p: Watermark(found) for p, found in seat.committed.items()}
             begins = {p: found.watermark for p, found in seat.committed.items()}
         else:
-            seat.seen = None
+            seat.seen = seat.versions = None
             begins = self._read(seat, state, plan.starts)
         seat.epoch = -1
+        if self._app.versions is not None and seat.versions is None:
+            seat.versions = self._restore_versions(state)
+        state.versions = None  # from here on the task knows them best
         self.restored = {p: mark.value for p, mark in self.watermarks.items()}
         return begins
 
@@ -158,11 +166,29 @@ class Books:
         """
         standings = list(self._state.standings.get(partition, {}).values())
         slots = self._slots[partition]
-        self._versions[partition] = next_version(slots, standings)
+        self._cuts[partition] = next_version(slots, standings)
         if moved is not None:
             self._moved[partition] = moved
             standings = [standing for standing in standings if standing.moved == moved]
         return inherit(slots, standings, whole)
+
+    def _restore_versions(self, state: State) -> VersionStore:
+        """How far the entities are. A version counts when its message is done, also when the group was moved."""
+        if state.versions is None:
+            state.restore_versions()
+        store = state.versions or VersionStore()
+        for partition, mark in self.watermarks.items():
+            gone = store.keep_done(partition, mark.value, partial(self._was_done, mark))
+            if gone:
+                log.info("partition %d: %d versions were set by messages that run again", partition, gone)
+        return store
+
+    def _was_done(self, mark: Watermark | RangeMark, key: bytes, offset: int) -> bool:
+        """Whether the message of this key was done before; what is in the slots of others is their concern."""
+        if not isinstance(mark, RangeMark):
+            return not mark.wanted(offset)
+        slot = self._app.slot_of(key, offset)
+        return slot not in mark.slots or mark.is_done(slot, offset)
 
     @staticmethod
     def _fitting(where: str, progress: Progress, begin: int, end: int) -> Progress:
@@ -223,6 +249,7 @@ class Books:
     def open(self, engine: Engine, desk: Desk) -> None:
         """Whom to ask for what has changed."""
         self._engine, self._desk = engine, desk
+        desk.before_letters = self.note_redriven_versions
 
     async def write(self, closing: Callable[[], None], *, last: bool) -> None:
         """Write down what has changed, in one transaction. Raises AbortedError when it was not taken, or FencedError.
@@ -235,6 +262,7 @@ class Books:
         standings: dict[int, Standing] = {}
         groups: dict[int, int] = {}
         attempts: dict[int, dict[int, Kept]] = {}
+        versions: dict[Name, Entry] = {}
 
         def close() -> list[TopicPartition]:
             self._engine.settle()
@@ -244,6 +272,7 @@ class Books:
             else:
                 self._desk.write_down()
                 offsets = self._offsets(changed, standings, groups, last=last)
+                versions.update(self._note_versions())
             closing()
             return offsets
 
@@ -252,6 +281,8 @@ class Books:
         self._committed |= changed
         self._written |= standings
         self._group |= groups
+        if self._engine.versions is not None:
+            self._engine.versions.written(versions)
         if not self._by_epoch:
             self._engine.stops.committed(self._is_committed)
 
@@ -279,6 +310,7 @@ class Books:
     ) -> list[TopicPartition]:
         offsets = []
         self.rest = 0.0
+        self._withheld.clear()
         for partition, mark in self.watermarks.items():
             if isinstance(mark, RangeMark):
                 strips = mark.strips()
@@ -308,6 +340,7 @@ class Books:
         if self._exact:  # what is in the transaction must be in its progress: the next one comes later
             self.rest = max(self.rest, min(wait, LASTS / 4))
         elif not last and now < self._not_before.get(partition, 0.0):
+            self._withheld.add(partition)
             return False
         self._not_before[partition] = now + wait
         return True
@@ -320,7 +353,7 @@ class Books:
         slots = self._slots[partition]
         if self._state.grouped.get(partition) == list(self._epoch):
             self._moved.pop(partition, None)
-        standing = Standing(slots, self._versions[partition], strips, self._moved.get(partition))
+        standing = Standing(slots, self._cuts[partition], strips, self._moved.get(partition))
         if standing == self._written.get(partition):
             return
         text = standing.encode(MAX_PROGRESS)
@@ -353,8 +386,25 @@ class Books:
             if standing.slots != self._slots[partition]:
                 self._seat.scribe.note(partition, part_of(ATTEMPTS, standing.slots), None)
 
+    def _note_versions(self) -> dict[Name, Entry]:
+        """The versions that belong to the progress which is just being written; not more, or they would be ahead."""
+        if self._engine.versions is None:
+            return {}
+        found = self._engine.versions.changed(self._withheld)
+        for (partition, key), (mark, offset) in found.items():
+            self._seat.scribe.note(partition, VERSION + key, mark.encode(offset))
+        return found
+
+    def note_redriven_versions(self) -> None:
+        """The versions of redriven messages, whose progress in the source was written before: with their letters."""
+        if self._engine.versions is None:
+            return
+        for (partition, key), (mark, offset) in self._engine.versions.changed().items():
+            if self._is_committed(partition, offset):
+                self._seat.scribe.note(partition, VERSION + key, mark.encode(offset))
+
     def _note_attempts(self) -> dict[int, dict[int, Kept]]:
-        kept = self._engine.course.kept()
+        kept = self._engine.kept()
         changed = {}
         for partition in kept.keys() | self._attempts.keys():
             now = kept.get(partition, {})

@@ -161,8 +161,9 @@ class Claims:
         return False
 
     def others(self, partition: int) -> bool:
-        """Whether other tasks own other slots of this partition."""
-        return len(self._state.owners.get(partition, {})) > 1
+        """Whether other tasks of this run own other slots of this partition."""
+        claims = self._state.owners.get(partition, {})
+        return any(owner != self._scribe.id and claim.run == self._run for owner, claim in claims.items())
 
     def leaving(self) -> None:
         """Say that what has begun will be finished, and nothing else."""

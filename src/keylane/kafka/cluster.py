@@ -38,6 +38,7 @@ PATIENCE = 60.0
 """Seconds that a :func:`patient` call goes on asking."""
 _SAY_EVERY = 10.0
 
+STATE_SEGMENT = 32 << 20
 DEAD_LETTER_ROOM = 65_536
 """Bytes a dead letter may be larger than its message: the failure's context."""
 
@@ -158,7 +159,8 @@ class Cluster:
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {})
         if app.state not in self.topics():  # else it has the layout in force: the planner makes it grow
-            self.ensure(app.state, count, {"cleanup.policy": "compact"})
+            # What was written last is not compacted: small segments keep that little, and a task reads all of it.
+            self.ensure(app.state, count, {"cleanup.policy": "compact", "segment.bytes": str(STATE_SEGMENT)})
         return Topics(partitions=min(count, self.partitions(app.state)), sink_limit=sink_limit)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:

@@ -68,6 +68,8 @@ class Desk:
         self._changed: set[int] = set()  # partitions whose redriven letters are not written down
         self._orders: dict[tuple[int, bytes], Order] = {}  # to redrive, by partition and name
         self._awake = asyncio.Event()
+        self.before_letters: Callable[[], None] = lambda: None
+        """Called before it is noted which letters were redriven, in the same transaction."""
 
     def take(self, order: Order) -> None:
         """Carry out an order, or begin to."""
@@ -106,6 +108,8 @@ class Desk:
         if self._app.commit == "epoch":  # it is proposed with the epoch's progress
             return
         changed, self._changed = self._changed, set()
+        if changed:
+            self.before_letters()
         for partition in sorted(changed):
 
             def written(problem: str | None, partition: int = partition) -> None:
@@ -167,10 +171,10 @@ class Desk:
                 if lane is not None and lane not in map(self._lane, self._orders.values()):
                     stops.let_go(lane)
             left = count[Outcome.DEAD] + count[Outcome.PARKED]
+            through = count[Outcome.OK] + count[Outcome.DUPLICATE] + count[Outcome.IGNORED]
             result = (
-                f"{count[Outcome.OK] + count[Outcome.DUPLICATE]} through, {count[Outcome.DEAD]} dead again, "
-                f"{count[Outcome.PARKED]} still parked"
-            )
+                f"{through} through, {count[Outcome.DEAD]} dead again, {count[Outcome.PARKED]} still parked"
+            ) + (f", {count[Outcome.STALE]} stale" if count[Outcome.STALE] else "")
             log.warning("redrive by %s of lane %r: %s", order.who, order.key, result)
             self._answer(order, result, ok=not left)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from keylane.kafka.scribe import Scribe
     from keylane.message import Message
 
-_UNTRIED = (Outcome.SKIPPED, Outcome.PARKED, Outcome.DUPLICATE)
+_UNTRIED = (Outcome.SKIPPED, Outcome.PARKED, Outcome.DUPLICATE, Outcome.STALE)
 """Done without an attempt that says so."""
 _lives = itertools.count(1)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from keylane.engine.dispatch import with_event_id
 from keylane.errors import Poison
 from keylane.message import EVENT_ID
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from confluent_kafka import Producer
 
     from keylane.app import App
     from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
+    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Then
     from keylane.kafka.graveyard import Graveyard
     from keylane.kafka.seat import Seat
@@ -21,6 +26,24 @@ if TYPE_CHECKING:
 ANY_PARTITION = -1
 RECORD_OVERHEAD = 128
 """Bytes a record takes in its batch besides key, value and headers, rounded up."""
+
+
+Report = Callable[[Any, Any], None]
+
+
+class _All:
+    """The delivery report of several results of one message, which is told when all of them are durable."""
+
+    __slots__ = ("_delivery", "_left")
+
+    def __init__(self, delivery: Delivery, count: int) -> None:
+        self._delivery = delivery
+        self._left = count
+
+    def __call__(self, error: Any, message: Any) -> None:
+        self._left -= 1
+        if error is not None or not self._left:
+            self._delivery(error, message)
 
 
 class KafkaOutput:
@@ -55,16 +78,42 @@ class KafkaOutput:
                 break
         else:
             headers = [*headers, (EVENT_ID, delivery.position.encode())]
-        if len(value) > self._limit - 1024 and self._size(delivery, value, headers) > self._limit:
-            raise Poison(
-                f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
-                f"(max.message.bytes less overhead: {self._limit:,})"
-            )
+        if len(value) > self._limit - 1024:
+            self._check_size(delivery, value, headers)
         if self._producer is None:
             self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             delivery.engine.acknowledge(delivery)
         else:
-            self._send(self._producer, value, delivery, headers)
+            self._send(self._producer, value, delivery, headers, delivery)
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """Raises :class:`Poison` when one of them is larger than the sink takes; then none is written."""
+        if not self._sink:
+            if len(values) > 1:
+                raise Poison(
+                    f"{len(values)} handlers returned a result; commit='epoch' has one row for a message, with one "
+                    "result: let only one of the handlers of a type return something"
+                )
+            self.result(delivery, values[0][0])
+            return
+        all_headers = [with_event_id(delivery, handler) for _, handler in values]
+        for (value, _), headers in zip(values, all_headers, strict=True):
+            self._check_size(delivery, value, headers)
+        report = delivery if len(values) == 1 else _All(delivery, len(values))
+        for (value, _), headers in zip(values, all_headers, strict=True):
+            if self._producer is None:
+                self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
+            else:
+                self._send(self._producer, value, delivery, headers, report)
+        if self._producer is None:
+            delivery.engine.acknowledge(delivery)
+
+    def _check_size(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
+        if self._size(delivery, value, headers) > self._limit:
+            raise Poison(
+                f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
+                f"(max.message.bytes less overhead: {self._limit:,})"
+            )
 
     def letter(
         self,
@@ -85,7 +134,9 @@ class KafkaOutput:
         else:
             self._scribe.note(partition, name, value, then)
 
-    def _send(self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers) -> None:
+    def _send(
+        self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers, report: Report
+    ) -> None:
         produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
         while True:
             try:
@@ -95,7 +146,7 @@ class KafkaOutput:
                     value,
                     delivery.key,
                     ANY_PARTITION,
-                    delivery,
+                    report,
                     None,
                     delivery.timestamp or 0,
                     headers,

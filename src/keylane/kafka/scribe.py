@@ -133,6 +133,8 @@ class Scribe:
             self._committing = True
             try:
                 places = await self._aside(client, lambda: client.commit(positions))
+            except asyncio.CancelledError:
+                raise  # the loop ends, and the thread still commits: what waits must not get in behind its progress
             except BaseException as error:
                 if self.useless and not self._exact:  # held until it is mended, and then written
                     self._waiting[:0], self._thens[:0] = sent, thens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keylane.engine.versionstore import VersionStore
 from keylane.kafka.cluster import Cluster, introduce
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.settings import KafkaSettings
@@ -44,6 +45,8 @@ class Seat:
         )
         self.seen: Duplicates | None = None
         """The event ids that were seen in the last epoch."""
+        self.versions: VersionStore | None = None
+        """How far the entities of an app with versions are."""
         self.run = ""
         self.epoch = -1
         """The epoch that ended here as planned."""
@@ -72,10 +75,13 @@ class Seat:
             self._state.begin_again()
             return self._state
         self.run, self._partitions, self.epoch = run, wanted, -1
+        versions = None if self._app.versions is None else VersionStore()
         if self._state is None:
-            self._state = State(self.settings, self._app.name, self._app.state, wanted, run)
+            self._state = State(
+                self.settings, self._app.name, self._app.state, wanted, run, versions=versions
+            )
         else:
-            self._state = self._state.of(wanted, run)
+            self._state = self._state.of(wanted, run, versions)
         self._state.restore()
         return self._state
 

@@ -12,6 +12,7 @@ key                      value
 ``range/<slots>``        progress of a range, where the partition is shared out: :mod:`keylane.core.standing`
 ``grouped``              ``[run, epoch]``: the offset that somebody had moved the group to was replaced by the app's
 ``attempts``             of messages that failed and are not done: :mod:`keylane.core.record`
+``version/<key>``        how far an entity is, for apps with versions: :class:`keylane.core.versions.Mark`
 ``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``             which letters of this partition's dead letters were redriven: :mod:`keylane.core.ranges`
 ``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
@@ -45,6 +46,8 @@ from keylane.core.ranges import Ranges
 from keylane.core.record import KEYLESS, LANE, decode_kept, decode_lane
 from keylane.core.ring import ALL, Slots
 from keylane.core.standing import Standing
+from keylane.core.versions import decode_mark
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import KafkaError
 from keylane.kafka.cluster import TIMEOUT, introduce
 from keylane.kafka.orders import AUDIT, ORDER, Order, decode_order
@@ -74,6 +77,7 @@ PLAN = b"plan"
 REPLAN = b"order/plan"
 RUN = b"run"
 EPOCH = b"epoch"
+VERSION = b"version/"
 OWNER = b"owner/"
 MAX_PROGRESS = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
@@ -83,6 +87,9 @@ NOTHING = "kl1:-"
 """The metadata of an offset that nothing is done above. Not empty: that is what others write who move a group."""
 RANGES = "kl1:/"
 """The metadata of an offset whose partition is shared out: the progress of each range lies in the state topic."""
+_POLL = 1000
+_POLLS = 20
+"""Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
 
 
 def order_stop(
@@ -175,7 +182,11 @@ class State:
         partitions: Iterable[int],
         run: str,
         consumer: Consumer | None = None,
+        versions: VersionStore | None = None,
     ) -> None:
+        self.versions = versions
+        """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
+        self._versions_only = False
         self._settings = settings
         self._app = app
         self._topic = topic
@@ -209,6 +220,19 @@ class State:
         # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
         # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
         self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+        self._read_to_the_end()
+
+    def restore_versions(self) -> None:
+        """Read the versions once more, into a new store; everything else is known. Raises KafkaError."""
+        self.versions = VersionStore()
+        self._versions_only = True
+        try:
+            self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+            self._read_to_the_end()
+        finally:
+            self._versions_only = False
+
+    def _read_to_the_end(self) -> None:
         left = set(self._partitions)
         heard = time.monotonic()
         while left:
@@ -231,9 +255,9 @@ class State:
                 self._read(message)
         return True
 
-    def of(self, partitions: Iterable[int], run: str) -> State:
+    def of(self, partitions: Iterable[int], run: str, versions: VersionStore | None = None) -> State:
         """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
-        return State(self._settings, self._app, self._topic, partitions, run, self._consumer)
+        return State(self._settings, self._app, self._topic, partitions, run, self._consumer, versions)
 
     def _batch(self, timeout: float) -> list[Any]:
         # One at a time while there is nothing: consume() waits out its time-out for the rest.
@@ -266,13 +290,16 @@ class State:
 
     def poll(self) -> bool:
         """Read what is there; whether this run was told to stop."""
-        messages: list[Any] = self._consumer.consume(100, 0)
-        for message in messages:
-            error = message.error()
-            if error is None:
-                self._take(message)
-            elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
-                self._next[message.partition()] = message.offset()
+        for _ in range(_POLLS):
+            messages: list[Any] = self._consumer.consume(_POLL, 0)
+            for message in messages:
+                error = message.error()
+                if error is None:
+                    self._take(message)
+                elif error.code() == error._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+                    self._next[message.partition()] = message.offset()
+            if len(messages) < _POLL:
+                break
         return self.stopped
 
     def has_read(self, ends: Mapping[int, int]) -> bool:
@@ -300,6 +327,10 @@ class State:
     def _take(self, message: Any) -> None:
         name, value, partition = message.key() or b"", message.value(), message.partition()
         self._next[partition] = message.offset() + 1
+        if (self.versions is None and name.startswith(VERSION)) or (
+            self._versions_only and not name.startswith(VERSION)
+        ):
+            return
         try:
             if value is None:
                 self._take_back(partition, name)
@@ -328,7 +359,10 @@ class State:
         claims[owner] = Claim(place, slots, found["run"], found["who"], leaving, time.monotonic())
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
-        if name == PROGRESS:
+        if name.startswith(VERSION):
+            if self.versions is not None:
+                self.versions.put((partition, name.removeprefix(VERSION)), *decode_mark(value))
+        elif name == PROGRESS:
             self._progress[partition] = value.decode("ascii")
         elif name.startswith(RANGE):
             standing = Standing.decode(name.removeprefix(RANGE).decode(), value)

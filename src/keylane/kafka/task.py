@@ -201,6 +201,7 @@ class Task:
             let_go=self._let_go,
             progress=lambda partition: self._books.watermarks[partition].progress(),
             room=lambda: fetcher.room,
+            store=seat.versions,
         )
         engine.seen = seat.seen or engine.seen
         seat.seen = engine.seen

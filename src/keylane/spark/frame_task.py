@@ -18,7 +18,7 @@ import uvloop
 from keylane.engine.collector import collect, own_collector
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
-from keylane.errors import FloodError
+from keylane.errors import FloodError, Poison
 from keylane.kafka.fetcher import MAX_BYTES
 from keylane.spark.frame import FrameRows
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
+    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Then
     from keylane.engine.pipeline import Step
     from keylane.spark.frame import FramePlan, FrameRecord
@@ -53,6 +54,15 @@ class FrameOutput:
         """It is durable when Spark has its row."""
         delivery.value = value
         delivery.engine.acknowledge(delivery)
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """A row has one result."""
+        if len(values) > 1:
+            raise Poison(
+                f"{len(values)} handlers returned a result; a frame has one row for a message, with one result: "
+                "let only one of the handlers of a type return something"
+            )
+        self.result(delivery, values[0][0])
 
     def letter(
         self,

@@ -55,6 +55,11 @@ def run(df: DataFrame, app: App, named: Columns, partitions: int | None) -> Data
     if not isinstance(app, App):
         raise SettingsError(f"ordered(app={app!r}): needs an App")
     app.check()
+    if app.order != "key" or app.versions is not None:
+        what = f"order={app.order!r}" if app.order != "key" else "versions="
+        raise SettingsError(
+            f"ordered() runs rows in the order of order_by inside a key; it takes no app with {what}"
+        )
     if partitions is not None and (type(partitions) is not int or partitions < 1):
         raise SettingsError(f"ordered(partitions={partitions!r}): needs a whole number of at least 1")
     spark = df.sparkSession

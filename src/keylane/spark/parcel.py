@@ -52,7 +52,9 @@ class Parcel:
 def pack(app: App) -> Parcel:
     """The app, pickled. Modules of its own that are not installed travel inside; what they import does not."""
     registered = cloudpickle.list_registry_pickle_by_value()
-    modules = [m for m in _own_modules(app) if m.__name__ not in {"__main__", *registered}]
+    own = _own_modules(app)
+    _refuse_structs(app, {m.__name__ for m in own} | {"__main__", *registered})
+    modules = [m for m in own if m.__name__ not in {"__main__", *registered}]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -66,6 +68,18 @@ def pack(app: App) -> Parcel:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     return Parcel(pickled=pickled, path=tuple(p for p in sys.path if p and Path(p).is_dir()))
+
+
+def _refuse_structs(app: App, travelling: set[str]) -> None:
+    """A ``msgspec.Struct`` whose module travels inside would arrive without its fields, and say nothing."""
+    for stage in app.stages:
+        payload = stage.takes.payload
+        if payload is not None and payload.kind == "msgspec" and payload.type.__module__ in travelling:
+            raise SettingsError(
+                f"app {app.name!r}, {stage.name!r}: the struct {payload.type.__name__!r} cannot be sent to Spark's "
+                "workers pickled. Start the app with 'keylane run MODULE:APP', install its module there, or make "
+                "the payload a dataclass or a pydantic model"
+            )
 
 
 def load(reference: str) -> App:
@@ -101,7 +115,9 @@ def _own_modules(app: App) -> list[ModuleType]:
     """Modules that declare the app's functions and are not installed packages: workers could not import them."""
     installed = tuple(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
     functions = [s.function for s in app.stages] + [r.function for r in app.resources.values()]
-    things = [*functions, app.decode, app.observer]
+    payloads = [s.takes.payload.type for s in app.stages if s.takes.payload is not None]
+    version = None if app.versions is None else app.versions.read
+    things = [*functions, *payloads, app.decode, app.observer, app.event_type, version]
     found: dict[str, ModuleType] = {}
     for given in things:
         thing = given

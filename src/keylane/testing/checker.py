@@ -10,6 +10,12 @@ The rules, for every lane:
 * **A duplicate never runs.** It is finished when the earlier message that it repeats is.
 * **Going back is for a new owner.** After a crash the next owner may repeat what was finished already. That is counted.
   From there it has to go forward again: the same owner never starts an earlier offset of a lane than it did before.
+
+For a lane whose messages carry versions (``versions``), *earlier* means a lower version instead of a lower offset, in
+every rule: what an app promises there is the order of versions, whatever the order of the log. And:
+
+* **Stale is what is behind.** A message that was passed over as stale did not run to its end, and some message of its
+  lane with the same version or a higher one is finished.
 """
 
 from __future__ import annotations
@@ -38,6 +44,8 @@ def check(
     sent: Mapping[Position, bytes | None] | Iterable[Sent],
     finished: Collection[Position] = (),
     duplicates: Mapping[Position, Position] | None = None,
+    versions: Mapping[Position, int] | None = None,
+    stale: Collection[Position] = (),
     allow_repeats: int = 0,
     order: Order = "key",
     min_seen: float = 0.5,
@@ -47,9 +55,14 @@ def check(
     ``sent`` is every message of the source topic. ``finished`` are those that are known to be finished by other
     evidence than a final end, because a stage cannot see that its failed attempt was the last one: dead letters in
     their topic. ``duplicates`` are messages that were sent twice, each with the earlier one of its lane that it
-    repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again. ``order`` is the
-    app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. A history that shows fewer
-    than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is not ok.
+    repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again.
+
+    ``versions`` are those of the messages of an app that runs by them; a message without one is held to no order.
+    ``stale`` are those that were passed over because of theirs.
+
+    ``order`` is the app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. A history
+    that shows fewer than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is
+    not ok.
 
     Raises ValueError for an order that does not exist.
     """
@@ -61,24 +74,31 @@ def check(
         else {(partition, offset): key for key, partition, offset in sent}
     )
     with collector_paused():
-        judge = _Judge(history.events, keys, frozenset(finished), duplicates or {}, order)
+        judge = _Judge(
+            history.events, keys, frozenset(finished), duplicates or {}, order, versions, frozenset(stale)
+        )
         judge.run()
+        judge.look_for_stale()
         judge.look_for_loss_and_repeats(allow_repeats)
         judge.look_for_proof(min_seen)
         return judge.verdict()
 
 
+Rank = tuple[int, int]
+"""Where a message stands in its lane: version and offset; the version is 0 where there are none."""
+
+
 class _Lane:
     """The messages of one lane in one partition, and how far they are."""
 
-    __slots__ = ("blamed", "finished", "last", "low", "offsets", "passed", "started")
+    __slots__ = ("blamed", "finished", "last", "low", "passed", "ranks", "started")
 
     def __init__(self) -> None:
-        self.offsets: list[int] = []
+        self.ranks: list[Rank] = []
         self.finished: set[int] = set()  # indices at or above `low`
         self.low = 0  # index of the first message that is not finished
         self.blamed = -1  # the unfinished message that was reported last: once is enough
-        self.last: dict[str, int] = {}  # per owner, the offset it started last
+        self.last: dict[str, Rank] = {}  # per owner, what it started last
         self.passed: dict[int, int] = {}  # finished by declaration only: offset -> attempts by then
         self.started = 0  # different messages that were started
 
@@ -100,11 +120,15 @@ class _Judge:
         declared: frozenset[Position],
         duplicates: Mapping[Position, Position],
         order: Order,
+        versions: Mapping[Position, int] | None,
+        stale: frozenset[Position],
     ) -> None:
         self.events = events
         self.sent = sent
         self.duplicates = duplicates
-        self.declared = declared | duplicates.keys()
+        self.versions = versions
+        self.stale = stale
+        self.declared = declared | duplicates.keys() | stale
         self.order = order
         self.alive_until = {event.owner: event.seq for event in events}
         self.lanes = self._make_lanes()
@@ -125,16 +149,27 @@ class _Judge:
         for position in sorted(self.sent):
             partition, offset = position
             key = self.sent[position]
-            if by_key and key is None:
+            if (by_key and key is None) or (self.versions is not None and position not in self.versions):
                 continue
             name: Hashable = (key, partition) if by_key else partition
             lane = lanes.get(name)
             if lane is None:
                 lane = lanes[name] = _Lane()
-            lane.offsets.append(offset)
+            lane.ranks.append(self._rank(partition, offset))
+        if self.versions is not None:
+            for lane in lanes.values():
+                lane.ranks.sort()
         return lanes
 
+    def _rank(self, partition: int, offset: int) -> Rank:
+        return 0 if self.versions is None else self.versions[partition, offset], offset
+
+    def _told(self, rank: Rank) -> str:
+        return f"offset {rank[1]}" if self.versions is None else f"version {rank[0]} (offset {rank[1]})"
+
     def _lane(self, event: Event) -> _Lane | None:
+        if self.versions is not None and (event.partition, event.offset) not in self.versions:
+            return None
         return self.lanes.get((event.key, event.partition) if self.order == "key" else event.partition)
 
     def _alone(self, event: Event) -> Hashable:
@@ -187,7 +222,7 @@ class _Judge:
         lane = self._lane(event)
         if lane is not None:
             self._check_order(lane, index, event, opened)
-            lane.last[owner] = event.offset
+            lane.last[owner] = self._rank(event.partition, event.offset)
             if position not in self.starts:
                 lane.started += 1
         opened.append(event)
@@ -196,10 +231,14 @@ class _Judge:
 
     def _check_order(self, lane: _Lane, index: int, event: Event, opened: list[Event]) -> None:
         offset = event.offset
+        rank = self._rank(event.partition, offset)
         own = lane.last.get(event.owner)
-        if own is not None and offset < own:
+        if own is not None and rank < own:
             self.findings.add(
-                Flaw.ORDER, f"owner {event.owner} went back: it had started offset {own} before", index, event
+                Flaw.ORDER,
+                f"owner {event.owner} went back: it had started {self._told(own)} before",
+                index,
+                event,
             )
         if lane.passed and offset in lane.passed:
             before = lane.passed[offset]
@@ -214,11 +253,11 @@ class _Judge:
                 position = (event.partition, offset)
                 self.again[position] = self.again.get(position, 0) + (event.attempt == 1)
         place = lane.low
-        if lane.offsets[place : place + 1] == [offset]:
+        if lane.ranks[place : place + 1] == [rank]:
             return  # the usual case: the first that is not finished
-        place = bisect_left(lane.offsets, offset)
+        place = bisect_left(lane.ranks, rank)
         while lane.low < place:
-            waiting = (event.partition, lane.offsets[lane.low])
+            waiting = (event.partition, lane.ranks[lane.low][1])
             if waiting not in self.declared or any((o.partition, o.offset) == waiting for o in opened):
                 break
             lane.passed[waiting[1]] = self.starts.get(waiting, 0)
@@ -226,7 +265,10 @@ class _Judge:
         if lane.low < place and lane.blamed != lane.low:
             lane.blamed = lane.low
             self.findings.add(
-                Flaw.ORDER, f"started while offset {lane.offsets[lane.low]} was not finished", index, event
+                Flaw.ORDER,
+                f"started while {self._told(lane.ranks[lane.low])} was not finished",
+                index,
+                event,
             )
 
     def _end(self, index: int, event: Event) -> None:
@@ -248,7 +290,30 @@ class _Judge:
             self.finals[position] = self.finals.get(position, 0) + 1
             lane = self._lane(event)
             if lane is not None:
-                lane.finish(bisect_left(lane.offsets, event.offset))
+                lane.finish(bisect_left(lane.ranks, self._rank(event.partition, event.offset)))
+
+    def look_for_stale(self) -> None:
+        """Those that are called stale must be."""
+        if not self.stale:
+            return
+        versions = self.versions or {}
+        newest: dict[tuple[bytes | None, int], int] = {}
+        for position in self.finals.keys() | (self.declared - self.stale - self.duplicates.keys()):
+            lane = self.sent.get(position), position[0]
+            newest[lane] = max(newest.get(lane, -1), versions.get(position, -1))
+        for position in sorted(self.stale):
+            message = Sent(self.sent.get(position), *position)
+            version = versions.get(position)
+            if version is None:
+                self.findings.add(Flaw.STALE, "passed over as stale, and has no version", message=message)
+            elif position in self.finals:
+                self.findings.add(Flaw.STALE, "passed over as stale, and ran all the same", message=message)
+            elif newest.get((message.key, message.partition), -1) < version:
+                self.findings.add(
+                    Flaw.STALE,
+                    f"version {version} was passed over as stale, and nothing as new is finished",
+                    message=message,
+                )
 
     def look_for_loss_and_repeats(self, allow_repeats: int) -> None:
         self.lost = tuple(

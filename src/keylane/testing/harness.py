@@ -6,6 +6,7 @@ import asyncio
 import copy
 import random
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from keylane.core.record import KEYLESS, LANE, Stop, decode_lane
 from keylane.core.watermark import Watermark
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.engine import Engine
-from keylane.engine.pipeline import open_pipeline
+from keylane.engine.pipeline import decoder, open_pipeline
 from keylane.engine.redrive import Found, Redriver
+from keylane.engine.versions import reader_of
+from keylane.engine.versionstore import VersionStore
 from keylane.errors import KeylaneError
 from keylane.message import Message
 from keylane.testing.checker import check
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from keylane.app import App, Observer
     from keylane.core.record import Kept, LaneRecord
     from keylane.engine.delivery import Delivery
+    from keylane.engine.versionstore import Entry, Name
     from keylane.message import Headers
     from keylane.testing.checker import Position
     from keylane.testing.sink import Dead, Written
@@ -46,6 +50,8 @@ class RunResult:
     dead: list[Dead]
     duplicates: list[Position]
     """Partition and offset of the messages that did not run because they repeat another one; each once, sorted."""
+    stale: list[Position]
+    """The same of messages that did not run because their lane had gone beyond their version."""
     history: History
     verdict: Verdict
     """The history as :func:`keylane.testing.check` judges it: one repeat of a message is allowed per fault survived."""
@@ -111,6 +117,8 @@ class Harness:
         self._actions = deque(fault for fault in faults if isinstance(fault, Release | Skip | Redrive))
         self._redriven: set[int] = set()
         self._duplicates: set[Position] = set()
+        self._stale: set[Position] = set()
+        self._versions: dict[Name, Entry] = {}  # as they were committed
         self._holes = holes
         self._limit = limit
         self._unsent: list[tuple[float, bytes | None, bytes | None, Headers]] = []
@@ -155,6 +163,7 @@ class Harness:
             results=list(self._sink.results),
             dead=list(self._sink.dead_letters),
             duplicates=sorted(self._duplicates),
+            stale=sorted(self._stale),
             history=history,
             verdict=check(
                 history,
@@ -164,6 +173,8 @@ class Harness:
                     (d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"
                 ),
                 duplicates=self._sent_twice(),
+                versions=self._sent_versions(),
+                stale=self._stale,
                 allow_repeats=self._broken,
             ),
             elapsed=self._now,
@@ -179,6 +190,21 @@ class Harness:
         parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
         return {place: (place[0], offset) for place, offset in found.waiting.items() if place not in parked}
 
+    def _sent_versions(self) -> dict[Position, int] | None:
+        """What the log says about versions; a message without a proper one is left out."""
+        if self._app.versions is None:
+            return None
+        read, decode = reader_of(self._app.versions), decoder(self._app)
+        found = {}
+        for record in self.log.records(self._app.source):
+            message = Message(record)
+            with suppress(Exception):
+                if decode is not None and message.value is not None:
+                    message.value = decode(message.value)
+                if (version := read(message)) is not None:
+                    found[message.partition, message.offset] = version
+        return found
+
     async def _run(self) -> None:
         more = True
         while more:
@@ -192,25 +218,34 @@ class Harness:
         loop, app = asyncio.get_running_loop(), self._app
         marks = {partition: self._restore(partition) for partition in range(self.log.partitions)}
         moved, progressed = asyncio.Event(), asyncio.Event()
-        away = dict.fromkeys(marks, 0)  # messages of which only the offsets are kept, by partition
-
-        def let_go(partition: int, count: int) -> None:
-            away[partition] += count
-            moved.set()
+        store = VersionStore(recent=3)  # so few that most are asked for in its file
+        for name, entry in self._versions.items():
+            store.put(name, *entry)
 
         def done(deliveries: list[Delivery]) -> None:
             for delivery in deliveries:
                 trouble = delivery.trouble
                 if delivery.outcome is Outcome.DUPLICATE:
                     self._duplicates.add((delivery.partition, delivery.offset))
+                elif delivery.outcome is Outcome.STALE:
+                    self._stale.add((delivery.partition, delivery.offset))
                 if trouble is None or trouble.letter is None:
                     marks[delivery.partition].done([delivery.offset])
                     continue
                 if delivery.outcome is not Outcome.PARKED:
                     self._redriven.add(trouble.letter)
+                    if engine.versions is not None:  # they are written down together
+                        name = delivery.partition, delivery.key or b""
+                        self._versions |= {n: e for n, e in engine.versions.changed().items() if n == name}
                 redriver.done(delivery)
             moved.set()
             progressed.set()
+
+        away = dict.fromkeys(marks, 0)  # messages of which the engine keeps only the places
+
+        def let_go(partition: int, count: int) -> None:
+            away[partition] += count
+            moved.set()
 
         async def work() -> None:
             feeds = [self._feed(engine, p, mark, moved, away) for p, mark in marks.items()]
@@ -234,6 +269,7 @@ class Harness:
                 fetch=lambda *asked: self._fetch(engine, *asked),
                 let_go=let_go,
                 progress=lambda partition: marks[partition].progress(),
+                store=store,
                 wall=loop.time,
                 rng=self._rng.random,
             )
@@ -347,12 +383,16 @@ class Harness:
     def _commit(self, marks: dict[int, Watermark], engine: Engine) -> None:
         self._kept = {
             (partition, offset): kept
-            for partition, found in engine.course.kept().items()
+            for partition, found in engine.kept().items()
             for offset, kept in found.items()
         }
         for partition, mark in marks.items():
             progress = mark.progress()
             self._committed[partition] = progress.watermark, encode(progress, LIMIT)
+        if engine.versions is not None:
+            entries = engine.versions.changed()
+            self._versions |= entries
+            engine.versions.written(entries)
 
     def _lanes(self, marks: dict[int, Watermark]) -> list[LaneRecord]:
         """Lanes that an earlier epoch wrote down, unless their message is done by now."""

@@ -51,13 +51,14 @@ class Ended(StrEnum):
     DEAD = "dead"
     SKIPPED = "skipped"
     PARKED = "parked"
+    IGNORED = "ignored"
     RETRY = "retry"
     FAILED = "failed"
     """An exception left the attempt. Whether it is tried again is for the lane to decide, not for the attempt."""
     CANCELLED = "cancelled"
 
 
-FINAL: frozenset[str] = frozenset({Ended.OK, Ended.DEAD, Ended.SKIPPED, Ended.PARKED})
+FINAL: frozenset[str] = frozenset({Ended.OK, Ended.DEAD, Ended.SKIPPED, Ended.PARKED, Ended.IGNORED})
 """After one of these the message is finished and its lane may go on."""
 
 

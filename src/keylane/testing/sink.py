@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from keylane.engine.dispatch import with_event_id
 from keylane.message import EVENT_ID
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from keylane.app import App
     from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
+    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Then
     from keylane.message import Headers
     from keylane.testing.faults import Pause, Refuse
@@ -96,6 +98,14 @@ class MemorySink:
         headers = list(delivery.headers)
         if all(name != EVENT_ID for name, _ in headers):
             headers.append((EVENT_ID, delivery.position.encode()))
+        self._write(delivery, value, headers, last=True)
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """As :meth:`result`; each has an event id of its own."""
+        for number, (value, handler) in enumerate(values, 1):
+            self._write(delivery, value, with_event_id(delivery, handler), last=number == len(values))
+
+    def _write(self, delivery: Delivery, value: bytes, headers: Headers, *, last: bool) -> None:
         key, topic = delivery.key, self._sink
         partition = self._log.choose(topic, key)
 
@@ -108,8 +118,9 @@ class MemorySink:
             )
 
         def tell() -> None:
-            delivery(None, None)
-            delivery.engine.settle()
+            if last:  # those before it are durable by now: all go to one partition
+                delivery(None, None)
+                delivery.engine.settle()
 
         self._hand_over((topic, partition), _HandedOver(write=write, tell=tell))
 

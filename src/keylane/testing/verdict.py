@@ -31,6 +31,8 @@ class Flaw(StrEnum):
     """A message finished more often than allowed."""
     DUPLICATE = "duplicate"
     """A message ran that repeats an earlier one of its lane."""
+    STALE = "stale"
+    """A message ran although its lane had gone beyond its version, or was passed over although it had not."""
     UNKNOWN = "unknown"
     """Something was processed that was not sent, or under another key."""
     STRAY = "stray"

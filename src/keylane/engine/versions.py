@@ -1,0 +1,454 @@
+"""Messages whose versions say when they run: stale ones are passed over, early ones wait for what is missing.
+
+A message that is early leaves its lane, which goes on without it; it comes back, before everything that has not begun,
+as soon as the version before it has passed, or when it has waited enough. So a lane runs in the order of versions where
+it can, one message at a time as ever. A held message is not done: after a crash it is read and held again.
+
+What is durable is what is *done*: the task writes an entity's version down together with the progress that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+from keylane.core.lane import Lane, LaneState, LaneTable
+from keylane.core.outcome import Outcome
+from keylane.core.record import Kept
+from keylane.core.versions import Fits, Mark, Versioned, after, parse_version
+from keylane.engine.delivery import Delivery
+from keylane.engine.pipeline import Step
+from keylane.errors import Poison
+from keylane.read import Field
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from keylane.app import App
+    from keylane.engine.engine import Engine
+    from keylane.engine.versionstore import Entry, Name, VersionStore
+    from keylane.message import Message
+
+log = logging.getLogger("keylane.engine")
+
+VERSION = "(version)"
+"""Where a message failed because of its version; of attempts that were kept: it waits for one before it."""
+_KEPT_MAX = 2_000
+"""Messages whose waits are written down; what is beyond begins to wait anew after a restart."""
+_PLACES_MAX = 1_000_000
+"""Held messages of which only the places are kept. What is beyond stays in memory, and reading comes to a stop."""
+_GRACE = 1.0
+_LIVES = 4
+"""After a restart what is missing may be in the log, and gets so many seconds to be read; but not for ever anew."""
+_WENT_BY = (Outcome.OK, Outcome.IGNORED, Outcome.DEAD, Outcome.SKIPPED)
+_RAN = (Outcome.OK, Outcome.IGNORED)
+
+Place = tuple[int, int]
+
+
+class VersionedTable(LaneTable[Delivery]):
+    """Lanes in which a message may give its place to one with a lower version."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.on_passed: Callable[[Any, Delivery], None] = lambda _key, _entry: None
+
+    def passed(self, lane: Lane[Delivery]) -> None:
+        """As ever; and what was waiting for this one comes next."""
+        entry: Delivery = lane.head  # type: ignore[assignment]  # a lane that runs has a head
+        super().passed(lane)
+        self.on_passed(lane.key, entry)
+
+
+class _Held:
+    """A message that waits for another one. ``delivery`` is None when only its place is kept."""
+
+    __slots__ = ("delivery", "lives", "offset", "over", "partition", "redriven", "since", "version", "waits")
+
+    def __init__(self, delivery: Delivery, version: int, since: float) -> None:
+        self.version = version
+        self.partition = delivery.partition
+        self.offset = delivery.offset
+        self.since = since
+        self.redriven = delivery.redriven
+        self.delivery: Delivery | None = delivery
+        self.lives = 1  # of tasks that it has waited in
+        self.waits = True
+        self.over = False  # it has waited enough
+
+    def __lt__(self, other: _Held) -> bool:
+        return (self.version, self.offset) < (other.version, other.offset)
+
+
+class Versions:
+    """Of one engine; used on its loop only. ``store`` knows the entities that are done."""
+
+    def __init__(
+        self, rule: Versioned, engine: Engine, app: App, table: VersionedTable, store: VersionStore
+    ) -> None:
+        self.holding = 0  # messages that wait, or are being read again
+        self._rule = rule
+        self._engine = engine
+        self._table = table
+        self._store = store
+        self._read = reader_of(rule)
+        self._header = isinstance(rule.read, str)
+        self._step = Step(
+            name=VERSION,
+            call=_never,
+            retry=app.retry,
+            rules=() if app.classify is None else (app.classify,),
+            gate=None,
+            threads=set(),
+        )
+        self._numbers: dict[Place, int | None] = {}  # of messages that are in their lanes and not done
+        self._ahead: dict[
+            Name, tuple[Mark, int]
+        ] = {}  # entities with messages that passed and are not done: how many
+        self._marks: dict[Place, Mark] = {}  # what those messages leave behind
+        self._held: dict[bytes, list[_Held]] = {}  # by key, ascending
+        self._back: dict[bytes, Place] = {}  # by key, the one that came back and has not had its turn
+        self._over: dict[
+            Place, tuple[float, int]
+        ] = {}  # of those, which have waited enough: since when, and lives
+        self._in_memory = 0
+        self._memory = max(1, app.capacity // 4)
+        self._due: list[tuple[float, int, bytes, _Held]] = []
+        self._numbering = count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._changed: dict[Name, Entry] = {}  # done, and not written down
+        table.on_passed = self._passed
+
+    # What the engine asks and tells.
+
+    def may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
+        """Whether the lane's head is next; if not, it was dealt with."""
+        if lane.key is None:
+            return True
+        place = delivery.partition, delivery.offset
+        if place not in self._numbers:
+            try:
+                self._numbers[place] = self._number(delivery)
+            except (Exception, SystemExit) as error:
+                self._fail(lane, delivery, error)
+                return False
+        version = self._numbers[place]
+        if version is None:
+            return self._starts(delivery)
+        mark = self._mark((delivery.partition, delivery.key or b""))
+        fits = self._rule.judge(version, mark, redriven=delivery.redriven)
+        if fits is Fits.NEXT:
+            return self._starts(delivery)
+        if fits is Fits.STALE:
+            if self._rule.on_stale == "skip":
+                self._engine.pass_over(lane, delivery, Outcome.STALE)
+            else:
+                passed = "" if mark is None else f": version {mark.passed} has passed"
+                self._fail(lane, delivery, Poison(f"version {version} is stale{passed}"))
+            return False
+        return self._early(lane, delivery, version, mark)
+
+    def done(self, delivery: Delivery) -> None:
+        """The message is done: what it leaves behind may be written down."""
+        place = delivery.partition, delivery.offset
+        self._numbers.pop(place, None)
+        mark = self._marks.pop(place, None)
+        if mark is None:
+            return
+        name = delivery.partition, delivery.key or b""
+        newest, left = self._ahead[name]
+        if left > 1:
+            self._ahead[name] = newest, left - 1
+        else:
+            del self._ahead[name]
+        self._store.put(name, mark, delivery.offset)
+        self._changed[name] = mark, delivery.offset
+
+    def changed(self, without: Collection[int] = ()) -> dict[Name, Entry]:
+        """What to write down with the progress of this moment; not of these partitions, whose progress waits."""
+        if not without:
+            return dict(self._changed)
+        return {name: entry for name, entry in self._changed.items() if name[0] not in without}
+
+    def written(self, entries: Mapping[Name, Entry]) -> None:
+        """That is durable."""
+        if len(entries) == len(self._changed) and entries == self._changed:
+            self._changed = {}
+            return
+        for name, entry in entries.items():
+            if self._changed.get(name) == entry:
+                del self._changed[name]
+
+    def kept(self) -> dict[int, dict[int, Kept]]:
+        """Since when messages wait, by partition and offset: they do not begin anew after a restart."""
+        kept: dict[int, dict[int, Kept]] = {}
+        waits = (one for held in self._held.values() for one in held if not one.redriven)
+        for one in islice(waits, _KEPT_MAX):
+            kept.setdefault(one.partition, {})[one.offset] = _kept(one.since, one.lives)
+        for (partition, offset), (since, lives) in self._over.items():
+            kept.setdefault(partition, {})[offset] = _kept(since, lives)
+        return kept
+
+    def known(self, delivery: Delivery) -> int | None:
+        """The version of a message in its lane."""
+        return self._numbers.get((delivery.partition, delivery.offset))
+
+    @property
+    def resting(self) -> bool:
+        """Whether nothing that is held will move by itself: there is none, or its lane has stopped."""
+        if not self._held:
+            return not self.holding  # else some are being read again
+        if self.holding != sum(map(len, self._held.values())):
+            return False
+        return all(self._stopped(key) for key in self._held)
+
+    def go_on(self, key: bytes) -> None:
+        """Something that kept the held messages of this lane back is over."""
+        self._bring_next(key)
+
+    def close(self) -> None:
+        """No timer is left behind."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # A message's turn.
+
+    def _number(self, delivery: Delivery) -> int | None:
+        if not self._header:
+            self._engine.decode(delivery)
+        return self._read(delivery)
+
+    def _starts(self, delivery: Delivery) -> bool:
+        if delivery.decoded and not delivery.attempts:
+            delivery.started = self._engine.wall()
+        return True
+
+    def _early(self, lane: Lane[Delivery], delivery: Delivery, version: int, mark: Mark | None) -> bool:
+        rule, place = self._rule, (delivery.partition, delivery.offset)
+        if rule.on_gap == "process":
+            return self._starts(delivery)
+        over = place in self._over
+        if over and self._waits_below(delivery.key or b"", version):
+            del self._over[place]  # one before it was given another chance: it waits along
+            over = False
+        if over and rule.then == "process":
+            return self._starts(delivery)
+        if over or rule.on_gap == "fail":
+            self._over.pop(place, None)
+            self._fail(lane, delivery, Poison(self._vain(version, mark, waited=over)))
+            return False
+        self._hold(lane, delivery, version)
+        return False
+
+    def _waits_below(self, key: bytes, version: int) -> bool:
+        """Whether a lower version waits, and may come back."""
+        return any(one.version < version and not self._kept_back(key, one) for one in self._held.get(key, ()))
+
+    def _vain(self, version: int, mark: Mark | None, *, waited: bool) -> str:
+        missing = self._rule.missing(mark)
+        text = f"version {version} came, and version {missing} did not"
+        if waited:
+            text += f" within {self._rule.wait:g} s, or {self._rule.hold} others came"
+        if mark is None:
+            text += "; if entities may begin with any version, say Versioned(first=None)"
+        return text
+
+    def _fail(self, lane: Lane[Delivery], delivery: Delivery, error: BaseException) -> None:
+        self._engine.course.failed(lane, delivery, error, self._step)
+
+    def _mark(self, name: Name) -> Mark | None:
+        ahead = self._ahead.get(name)
+        return ahead[0] if ahead is not None else self._store.get(name)
+
+    def _passed(self, key: Any, delivery: Delivery) -> None:
+        """The head of this lane has had its turn."""
+        place = delivery.partition, delivery.offset
+        version = self._numbers.get(place)
+        if key is None or version is None:
+            return
+        self._over.pop(place, None)
+        if self._back.get(key) == place:
+            del self._back[key]
+        if delivery.outcome in _WENT_BY:
+            name = delivery.partition, key
+            mark = after(self._mark(name), version, applied=delivery.outcome in _RAN)
+            self._marks[place] = mark
+            self._ahead[name] = mark, self._ahead.get(name, (mark, 0))[1] + 1
+        self._bring_next(key)
+
+    # Waiting.
+
+    def _hold(self, lane: Lane[Delivery], delivery: Delivery, version: int) -> None:
+        engine, trouble = self._engine, delivery.trouble
+        key, place = delivery.key or b"", (delivery.partition, delivery.offset)
+        self._table.set_aside(lane)
+        del self._numbers[place]
+        if self._back.get(key) == place:
+            del self._back[key]
+        held = _Held(delivery, version, engine.wall())
+        due = engine.now() + self._rule.wait
+        if trouble is not None and trouble.stage == VERSION:  # from before a restart
+            held.since, held.lives = trouble.since, trouble.attempt
+            grace = min(_GRACE, self._rule.wait) if held.lives <= _LIVES else 0.0
+            due = engine.now() + max(held.since + self._rule.wait - engine.wall(), grace)
+        self.holding += 1
+        self._in_memory += 1
+        self._keep(key, held)
+        heappush(self._due, (due, next(self._numbering), key, held))
+        self._arm()
+        if self._in_memory > self._memory and self.holding - self._in_memory < _PLACES_MAX:
+            self._let_go(held)
+        if len(self._held[key]) > self._rule.hold:
+            self._give_up(key, self._held[key][0].version)
+
+    def _keep(self, key: bytes, held: _Held) -> None:
+        insort(self._held.setdefault(key, []), held)
+
+    def _let_go(self, held: _Held) -> None:
+        """Keep only its place: what it waits for must still be read."""
+        delivery = held.delivery
+        if delivery is None or held.redriven or delivery.attempts or not self._engine.lets_go:
+            return
+        held.delivery = None
+        self._in_memory -= 1
+        self._engine.let_go(held.partition, 1)
+
+    def _kept_back(self, key: bytes, held: _Held) -> bool:
+        """Whether its lane does not take it now: it has stopped, or is being redriven and this is no letter."""
+        return not held.redriven and (key in self._engine.stops.held or self._stopped(key))
+
+    def _stopped(self, key: bytes) -> bool:
+        lane = self._table.lanes.get(key)
+        return lane is not None and lane.state is LaneState.STOPPED
+
+    def _give_up(self, key: bytes, version: int) -> None:
+        """What is missing below this version is not waited for any longer."""
+        for held in self._held[key]:
+            if held.version <= version:
+                held.over = True
+        self._bring_next(key)
+
+    def _bring_next(self, key: bytes) -> None:
+        """The lowest that is early no more, or has waited enough; one after another, or they would overtake."""
+        if self._table.closed or key in self._back:
+            return
+        for held in self._held.get(key, ()):
+            if self._kept_back(key, held):
+                continue
+            mark = self._mark((held.partition, key))
+            if held.over or self._rule.judge(held.version, mark, redriven=held.redriven) is not Fits.GAP:
+                self._bring_back(key, held)
+            return
+
+    def _bring_back(self, key: bytes, held: _Held) -> None:
+        left = self._held[key]
+        left.remove(held)
+        if not left:
+            del self._held[key]
+        held.waits = False
+        self._back[key] = held.partition, held.offset
+        if held.delivery is not None:
+            self._in_memory -= 1
+            self._insert(key, held, held.delivery)
+        else:
+            self._engine.ask_back(
+                held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
+            )
+
+    def _returned(self, key: bytes, held: _Held, found: Sequence[Delivery]) -> None:
+        """One of which only the place was kept was read again; or the log has it no more, and it never ran."""
+        if found and not self._table.closed and not self._kept_back(key, held):
+            self._insert(key, held, found[0])
+            return
+        del self._back[key]
+        if found:
+            held.delivery, held.waits = found[0], True
+            self._in_memory += 1
+            self._keep(key, held)
+            heappush(self._due, (self._engine.now() + self._rule.wait, next(self._numbering), key, held))
+        else:
+            self.holding -= 1
+            self._bring_next(key)
+        self._arm()
+        self._engine.changed()
+
+    def _insert(self, key: bytes, held: _Held, delivery: Delivery) -> None:
+        place = held.partition, held.offset
+        self._numbers[place] = held.version
+        if held.over:
+            self._over[place] = held.since, held.lives
+        held.delivery = None  # the clock may know it for a while
+        self.holding -= 1
+        self._arm()
+        self._engine.put_back(key, [delivery])
+
+    # The clock.
+
+    def _arm(self) -> None:
+        if len(self._due) > 2 * self.holding + 100:  # most of them need no clock any more
+            self._due = [one for one in self._due if one[3].waits]
+            heapify(self._due)
+        while self._due and not self._due[0][3].waits:
+            heappop(self._due)
+        due = self._due[0][0] if self._due else None
+        if self._timer is not None and (due is None or due < self._timer_due):
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and self._timer is None:
+            self._timer_due = due
+            self._timer = self._engine.at(due, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = max(self._engine.now(), self._timer_due)
+        while self._due and self._due[0][0] <= now:
+            _, _, key, held = heappop(self._due)
+            if not held.waits:
+                continue
+            if self._kept_back(key, held):
+                heappush(self._due, (now + self._rule.wait, next(self._numbering), key, held))
+            else:
+                self._give_up(key, held.version)
+        if not self._table.closed:
+            self._arm()
+
+
+def reader_of(rule: Versioned) -> Callable[[Message], int | None]:
+    """A function from a message, with its value decoded, to its version. It raises :class:`Poison`."""
+    where: str | Callable[[Message], Any] = rule.read
+    if isinstance(where, str):
+        name = where
+        return lambda msg: _version(msg.header(name), f"header {name!r}")
+    read, needed = where, where if isinstance(where, Field) else None
+
+    def of(msg: Message) -> int | None:
+        found = read(msg)
+        return (
+            None
+            if found is None and needed is None
+            else _version(found, f"field {getattr(needed, 'path', '')!r}")
+        )
+
+    return of
+
+
+def _version(found: object, where: str) -> int:
+    if found is None:
+        raise Poison(f"no version: {where} is missing")
+    try:
+        return parse_version(found)
+    except ValueError as error:
+        raise Poison(str(error)) from error
+
+
+def _kept(since: float, lives: int) -> Kept:
+    return Kept(stage=VERSION, attempt=lives + 1, attempts=0, since=since, due=0.0)
+
+
+async def _never(_message: Message) -> Any:
+    raise AssertionError("not a stage")

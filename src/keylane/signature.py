@@ -1,0 +1,138 @@
+"""What a stage, a handler or a resource takes: the message, a payload, resources by their names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keylane.errors import SettingsError
+from keylane.message import Message
+from keylane.payload import Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a stage is called: with the message, or with the payload and, if it asks for it, the message by name."""
+
+    resources: tuple[str, ...]
+    payload: Payload | None
+    message: str | None
+    """The parameter for the message beside a payload."""
+    misplaced: tuple[str, ...] = ()
+    """Parameters behind the message whose type is a payload's."""
+
+
+def read_signature(function: Callable[..., Any], where: str) -> Signature:
+    """Of a stage or handler. Raises :class:`SettingsError` for one that makes no sense."""
+    parameters = _parameters(function, where)
+    if not parameters:
+        raise SettingsError(f"{where}: it takes no argument; a stage is given the message")
+    first, *rest = parameters
+    if first.kind is first.KEYWORD_ONLY:
+        raise SettingsError(f"{where}: {first.name!r} is keyword-only; the message comes by position")
+    names = _names_around()
+    annotation = _annotation(function, first, names)
+    payload = Payload.of(annotation)
+    if payload is None:
+        if not _is_message(annotation):
+            raise SettingsError(f"{where}: {_no_sense(first.name, annotation)}")
+        misplaced = tuple(p.name for p in rest if Payload.of(_annotation(function, p, names)) is not None)
+        return Signature(resources=_by_name(rest, where), payload=None, message=None, misplaced=misplaced)
+    payload = payload.prepared(where, names)
+    asks = [p.name for p in rest if _asks_for_message(function, p, names)]
+    if len(asks) > 1:
+        raise SettingsError(
+            f"{where}: {' and '.join(map(repr, asks))} both ask for the message; one is enough"
+        )
+    resources = tuple(name for name in _by_name(rest, where) if name not in asks)
+    return Signature(resources=resources, payload=payload, message=asks[0] if asks else None)
+
+
+def needs_of(function: Callable[..., Any], where: str) -> tuple[str, ...]:
+    """The resources that a resource takes."""
+    return _by_name(_parameters(function, where), where)
+
+
+def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{where}: it is not a function whose parameters can be read: {error}") from None
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise SettingsError(
+                f"{where}: '*{parameter.name}' names no resource; list the resources it takes by name"
+            )
+    return parameters
+
+
+def _by_name(parameters: list[inspect.Parameter], where: str) -> tuple[str, ...]:
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise SettingsError(f"{where}: {parameter.name!r} is positional-only; resources come by name")
+    return tuple(parameter.name for parameter in parameters)
+
+
+def _names_around() -> Mapping[str, Any]:
+    """The local names of whoever declares: classes made inside a function are found there."""
+    frame = sys._getframe(1)  # noqa: SLF001 - there is no other way to the caller's names
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "keylane.app"):
+        frame = frame.f_back
+    return frame.f_locals
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, names: Mapping[str, Any]) -> Any:
+    """What the parameter is annotated with; its text when that means nothing here."""
+    found = parameter.annotation
+    if not isinstance(found, str):
+        return found
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain: Any = inspect.unwrap(function)
+    if not hasattr(plain, "__globals__"):
+        plain = getattr(plain, "__func__", None) or type(plain).__call__
+    try:
+        return eval(found, getattr(plain, "__globals__", {}), dict(names))  # noqa: S307 - the app's own annotation
+    except Exception:  # imported for type checkers only, or not at all
+        return found
+
+
+def _is_message(annotation: Any) -> bool:
+    if annotation in (inspect.Parameter.empty, Any, object) or isinstance(annotation, typing.TypeVar):
+        return True
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2] == "Message"
+    if not isinstance(annotation, type):
+        return False
+    return issubclass(annotation, Message) or bool(getattr(annotation, "_is_protocol", False))
+
+
+def _asks_for_message(
+    function: Callable[..., Any], parameter: inspect.Parameter, names: Mapping[str, Any]
+) -> bool:
+    annotation = _annotation(function, parameter, names)
+    if annotation is inspect.Parameter.empty:
+        return parameter.name in ("msg", "message")
+    return (isinstance(annotation, type) and issubclass(annotation, Message)) or (
+        isinstance(annotation, str) and _is_message(annotation)
+    )
+
+
+def _no_sense(name: str, annotation: Any) -> str:
+    if isinstance(annotation, str):
+        return (
+            f"the type {annotation!r} of {name!r} is not known where the app is built; import it there, "
+            "not under 'if TYPE_CHECKING'"
+        )
+    told = getattr(annotation, "__name__", None) or repr(annotation)
+    return (
+        f"{name!r} is annotated with {told!r}; the first parameter is the message (keylane.Message), or its "
+        "payload: a dataclass, a msgspec.Struct or a pydantic model"
+    )
