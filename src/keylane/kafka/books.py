@@ -84,12 +84,13 @@ class Books:
         self._moved: dict[
             int, int
         ] = {}  # where somebody had moved the group, of partitions that are shared out
-        self._group: dict[int, int] = {}  # of those whose first slot is here: the offset that was committed
+        self._group: dict[int, int] = {}  # of those whose owners it leads: the offset that was committed
         self._attempts: dict[int, dict[int, Kept]] = {}  # as they were written down last
         self._not_before: dict[int, float] = {}  # when a partition's large progress is written next
         self._withheld: set[int] = set()  # partitions whose progress was not written this time
         self._seat: Seat
         self._state: State
+        self._claims: Claims
         self._engine: Engine
         self._desk: Desk
 
@@ -98,7 +99,7 @@ class Books:
 
         Raises FloodError when this run was stopped by its flood guard, TakenOverError when another one goes on.
         """
-        self._seat, self._state = seat, state
+        self._seat, self._state, self._claims = seat, state, claims
         self._epoch, self._slots = (plan.run, plan.epoch), plan.slots
         if state.flooded:
             raise FloodError(state.flooded)
@@ -363,9 +364,9 @@ class Books:
         standings[partition] = standing
 
     def _of_group(self, partition: int, groups: dict[int, int], own: Standing | None) -> list[TopicPartition]:
-        """The group's offset is the least of all ranges'. Who owns the first slot writes it, once all are known."""
+        """The group's offset is the least of all ranges'. The leader of their owners writes it, once all are known."""
         slots = self._slots[partition]
-        if 0 not in slots:
+        if not self._claims.leads(partition):
             return []
         known = dict(self._state.standings.get(partition, {}))
         own = own or self._written.get(partition)

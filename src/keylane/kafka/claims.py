@@ -160,10 +160,20 @@ class Claims:
                 return True
         return False
 
+    def leads(self, partition: int) -> bool:
+        """Whether no task of this run that is there now owns lower slots of this partition: one of them all leads."""
+        first = self._owned[partition].first
+        return all(claim.slots.first >= first for claim in self._beside(partition))
+
     def others(self, partition: int) -> bool:
         """Whether other tasks of this run own other slots of this partition."""
+        return bool(self._beside(partition))
+
+    def _beside(self, partition: int) -> list[Claim]:
         claims = self._state.owners.get(partition, {})
-        return any(owner != self._scribe.id and claim.run == self._run for owner, claim in claims.items())
+        return [
+            claim for owner, claim in claims.items() if owner != self._scribe.id and claim.run == self._run
+        ]
 
     def leaving(self) -> None:
         """Say that what has begun will be finished, and nothing else."""

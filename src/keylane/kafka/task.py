@@ -61,7 +61,7 @@ _ABORTED_MAX = 5
 _SAMPLE = 16
 """One of so many messages is looked at for the partition's load."""
 _LAST = 5.0
-"""Seconds that the owner of a partition's first slot waits for the other owners at the end."""
+"""Seconds that the leader of a partition's owners waits for the others at the end."""
 _OUTCOMES_EVERY = 0.25
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
@@ -300,10 +300,10 @@ class Task:
                 await self._write(final=words)
 
     async def _let_others_go_first(self, state: State, claims: Claims) -> None:
-        """Who writes the group's offset for others writes it last. They drain at the same time; Spark waits for all."""
+        """Who leads the owners of a partition writes the group's offset last. All drain at the same time anyway."""
         deadline = time.monotonic() + _LAST
         while time.monotonic() < deadline and any(
-            0 in slots and claims.others(partition) for partition, slots in self._plan.cuts.items()
+            claims.leads(partition) and claims.others(partition) for partition in self._plan.cuts
         ):
             await asyncio.sleep(0.02)
             state.poll()
