@@ -31,6 +31,8 @@ soak: dev-env ## the long campaigns: random cases, many seeds, faults (SEEDS=100
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py
 	KEYLANE_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/unit/test_schedules.py --session-timeout=86400
 	$(BIN)/python -m pytest -m slow --timeout=3600 --session-timeout=86400
+	KEYLANE_RECUTS=10 KEYLANE_RACES=50 $(BIN)/python -m pytest --session-timeout=86400 \
+	    tests/integration/test_ranges.py tests/integration/test_global.py
 	# A fault takes as long as a hundred schedules: a hundredth of the seeds of each, and a tenth of them as pairs.
 	PYTHONPATH=tests $(BIN)/python -m campaign --delivery $(DELIVERY) \
 	    --seeds $$(( ($(SEEDS) + 99) / 100 )) --pairs $$(( ($(SEEDS) + 9) / 10 ))

@@ -383,6 +383,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_while_the_breaker_is_open_only_probes_reach_the_stage_and_afterwards_all_is_in_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

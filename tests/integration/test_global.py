@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from support import Log
 
-RACES = int(os.environ.get("KEYLANE_RACES", "5"))
+RACES = int(os.environ.get("KEYLANE_RACES", "3"))
 
 
 def messages(count: int) -> list[dict[str, Any]]:

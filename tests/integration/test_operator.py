@@ -293,6 +293,7 @@ def test_a_parked_lane_is_redriven_whole_and_in_order(
     assert judge(sent).repeats == 0
 
 
+@pytest.mark.slow
 def test_messages_that_come_while_their_lane_is_redriven_wait_behind_it(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:

@@ -156,6 +156,7 @@ def backfill_equals_live(
         check(read_history(folder / history), sent=ran).raise_if_bad()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_backfill_equals_the_live_run(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path

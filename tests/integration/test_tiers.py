@@ -180,6 +180,7 @@ def test_letters_wait_in_the_spool_while_their_topic_refuses_them(
     assert_buried(rows, letters, name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_letters_wait_in_the_spool_while_the_app_may_not_write_them(
     spark: SparkSession, name: str, tmp_path: Path, judge: Callable[..., Verdict]
