@@ -43,21 +43,28 @@ SAYS_SO_EVERY = 1.0
 """Seconds after which it says so again, while it lives."""
 _SILENCE = 3.0
 _LOOK = 0.2
+_TRIES = 3
 
 
 def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
     """From here on the app belongs to this run; any other one ends. Raises KafkaError."""
+    for again in reversed(range(_TRIES)):
+        try:
+            return _take_over(settings, app, topic, partitions, run)
+        except KafkaException as error:
+            if is_fenced(error):
+                raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
+            if not again:  # a broker that is just aborting for another one answers with whatever it likes
+                raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+
+
+def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
     found = {"run": run, "who": _who(), "at": time.time()}
     producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
-    try:
-        producer.begin_transaction()
-        for partition in range(partitions):
-            producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition)
-        producer.commit_transaction(3 * TIMEOUT)
-    except KafkaException as error:
-        if is_fenced(error):
-            raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
-        raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+    producer.begin_transaction()
+    for partition in range(partitions):
+        producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition)
+    producer.commit_transaction(3 * TIMEOUT)
 
 
 def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
