@@ -50,12 +50,14 @@ def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, ru
     """From here on the app belongs to this run; any other one ends. Raises KafkaError."""
     for again in reversed(range(_TRIES)):
         try:
-            return _take_over(settings, app, topic, partitions, run)
+            _take_over(settings, app, topic, partitions, run)
         except KafkaException as error:
             if is_fenced(error):
                 raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
             if not again:  # a broker that is just aborting for another one answers with whatever it likes
                 raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+        else:
+            return
 
 
 def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
