@@ -193,6 +193,7 @@ def test_kept_data_is_found_again_by_the_next_broker(tmp_path: Path) -> None:
     assert not (tmp_path / "kafka").exists()
 
 
+@pytest.mark.slow
 def test_three_nodes_survive_the_loss_of_one_and_take_it_back() -> None:
     # A killed node counts as up until its session ends, after 9 s if nothing else is said.
     settings = {"broker.session.timeout.ms": 3000, "broker.heartbeat.interval.ms": 500}

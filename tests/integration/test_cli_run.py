@@ -141,6 +141,7 @@ def test_no_broker_given_and_none_there(tmp_path: Path, unanswered: subprocess.P
     assert "no Kafka broker answered at 127.0.0.1:9" in told
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_caught_up_but_for_a_stopped_lane_is_told_and_is_no_success(
     log: Log, broker: Broker, name: str, tmp_path: Path

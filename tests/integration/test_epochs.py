@@ -90,6 +90,7 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     assert len(opened) >= 2 * (epochs - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_stopping_drains_and_the_next_start_goes_on(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

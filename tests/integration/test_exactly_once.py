@@ -90,6 +90,7 @@ def test_with_workers_killed_every_result_and_every_letter_is_there_once(
     assert letters == sorted(row.header("event-id") or b"" for row in dead)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_second_run_takes_over_and_the_first_one_ends(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

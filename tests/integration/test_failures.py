@@ -250,6 +250,7 @@ def test_block_over_a_restart_stops_lanes_at_their_message_until_they_are_releas
     assert letters(log, name) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
@@ -284,6 +285,7 @@ def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_park_over_a_restart_puts_lanes_aside_and_a_redrive_puts_them_back_in_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

@@ -36,6 +36,7 @@ def assert_whole(log: Log, name: str, sent: list[Any], history: Path, *, repeats
     check_results(*pairs, allow_duplicates=bool(repeats)).raise_if_bad()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_broker_that_dies_and_comes_back_is_waited_for(
     spark: SparkSession,

@@ -245,6 +245,7 @@ def test_a_skipped_message_is_a_dead_letter_and_its_lane_goes_on(
     judge(sent, finished=[place(position) for position in skipped])
 
 
+@pytest.mark.slow
 def test_a_parked_lane_is_redriven_whole_and_in_order(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
@@ -361,6 +362,7 @@ def test_dead_letters_are_redriven_by_choice_and_those_that_fail_again_have_a_ne
     assert shop.results(None) == ["bad5"]
 
 
+@pytest.mark.slow
 def test_orders_that_are_given_while_the_app_is_down_are_carried_out_when_it_starts(
     log: Log, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def redrive(record: LaneRecord) -> Order:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_lanes_that_are_redriven_while_their_messages_keep_coming_stay_in_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]

@@ -163,6 +163,7 @@ def test_letters_wait_in_the_spool_while_their_topic_is_gone(
     )  # that one went with it
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_letters_wait_in_the_spool_while_their_topic_refuses_them(
     log: Log, spark: SparkSession, name: str, tmp_path: Path, judge: Callable[..., Verdict]

@@ -33,6 +33,7 @@ log = logging.getLogger("keylane.kafka")
 
 TIMEOUT = 10.0
 """Seconds to wait for an answer from the cluster before saying that there is none."""
+_SETTLES = 1.0
 
 PATIENCE = 60.0
 """Seconds that a :func:`patient` call goes on asking."""
@@ -117,7 +118,7 @@ class Cluster:
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._admin = settings.admin()  # held: its answers never come once it is collected
-        self._readers: dict[tuple[str, bool], Consumer] = {}
+        self._readers: dict[tuple[str, str], Consumer] = {}
 
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
@@ -222,19 +223,23 @@ class Cluster:
     ) -> dict[int, tuple[int, str | None]]:
         """The group's committed offsets with their metadata; partitions without one are left out.
 
-        ``settled``: wait for transactions that are about to change them. That of a process which was killed in the
-        middle of one lasts for a minute unless somebody fences it, so only an owner, who has done so, asks for it.
+        A transaction that is about to change them is waited for: if ``settled`` until it is over, else for a second.
+        That of a process which was killed in the middle of one lasts for a minute unless somebody fences it, so only an
+        owner, who has done so, asks for what is settled.
 
         Asked through a consumer of its own: one that is to fetch would take a second longer for its first fetch after
         this question, and the admin client's call for it crashes the process (confluent-kafka 2.16.1).
         """
-        if (group, settled) not in self._readers:
-            level = "read_committed" if settled else "read_uncommitted"
-            self._readers[group, settled] = self._settings.consumer(group, **{"isolation.level": level})
-        reader = self._readers[group, settled]
         asked = [TopicPartition(topic, p) for p in partitions]
         try:
-            found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
+            if settled:
+                found = patiently(lambda: self._reader(group).committed(asked, timeout=TIMEOUT))
+            else:
+                try:
+                    found = self._reader(group).committed(asked, timeout=_SETTLES)
+                except KafkaException:
+                    reader = self._reader(group, "read_uncommitted")
+                    found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
         except KafkaException as error:
             raise KafkaError(
                 f"progress of group {group!r} could not be read: {error.args[0].str()}"
@@ -243,6 +248,11 @@ class Cluster:
             if at.error is not None:
                 raise KafkaError(f"progress of group {group!r} could not be read: {at.error.str()}")
         return {at.partition: (at.offset, at.metadata) for at in found if at.offset >= 0}
+
+    def _reader(self, group: str, level: str = "read_committed") -> Consumer:
+        if (group, level) not in self._readers:
+            self._readers[group, level] = self._settings.consumer(group, **{"isolation.level": level})
+        return self._readers[group, level]
 
     @staticmethod
     def _wait(futures: dict[Any, Any], what: str) -> Any:
