@@ -41,7 +41,6 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_readme_word_by_word(tmp_path: Path) -> None:
     """Every command and snippet of the README but `make demo`, in its order, in an empty folder."""
