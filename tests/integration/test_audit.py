@@ -208,7 +208,7 @@ def record(source: str, sent: Sent, **more: Any) -> dict[str, Any]:
     return {"key": sent.key, "value": json.dumps(told)}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(120)
 def test_flaws_are_found_in_the_ledger_of_an_app_and_nothing_else_is_said(
     few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
