@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_odd_messages_come_out_as_they_went_in(
         {"key": None, "value": b"keyless"},
         {"key": b"tombstone", "value": None},
         {"key": b"large", "value": b"x" * 1_000_000},
-        {"key": b"too large", "value": bytes(range(256)) * 4000},
+        {"key": b"too large", "value": bytes(range(256)) * 4000, "timestamp": 1_234_567_890_000},
         {"key": b"\xff\xfe", "value": b"\xff", "headers": [("h", b"\xff\xfe"), ("h", b"again"), ("none", None)]},
         {"key": b"late", "value": b"v", "headers": [("event-id", b"1"), ("event-id", b"2")],
          "timestamp": 1_234_567_890_123},
@@ -77,6 +78,10 @@ def test_odd_messages_come_out_as_they_went_in(
         letter.header("keylane-offset") == str(next(s for s in sent if s.key == b"too large").offset).encode()
     )
     assert b"larger than topic" in (letter.header("keylane-message") or b"")
+    assert letter.header("keylane-timestamp") == b"1234567890000"
+    assert (
+        letter.timestamp > (time.time() - 300) * 1000
+    )  # as old as its message it would be gone by retention
     assert b"too large" not in results
 
 

@@ -63,15 +63,11 @@ def letter(
     **more: Any,
 ) -> dict[str, Any]:
     """A letter to be produced."""
-    message: dict[str, Any] = {
-        "key": b"k%d" % partition,
-        "value": b"\x00value %d" % offset,
-        "timestamp": 1_699_000_000_000 + offset,
-    }
+    message: dict[str, Any] = {"key": b"k%d" % partition, "value": b"\x00value %d" % offset}
     message |= {each: more.pop(each) for each in ("key", "value") if each in more}
     dead = None if more.pop("behind", False) else why or because()
     context = letter_headers(
-        name, "1.4", kind, f"{name}.in", partition, offset, message["timestamp"], dead, **more
+        name, "1.4", kind, f"{name}.in", partition, offset, 1_699_000_000_000 + offset, dead, **more
     )
     return {**message, "partition": partition, "headers": [*OWN, *context]}
 
@@ -208,7 +204,7 @@ def test_letters_from_the_spool_are_letters_as_all_others(log: Log, name: str, t
     spool = Spool(tmp_path, name)
     letters = [letter(name, n % 2, n) for n in range(600)]
     for each in letters[:300]:
-        spool.append(Spooled(topic=dlq, **{**each, "headers": tuple(each["headers"])}))
+        spool.append(Spooled(topic=dlq, timestamp=None, **{**each, "headers": tuple(each["headers"])}))
     spool.close()
     producer: Any = log.settings.producer()
     ended = threading.Event()

@@ -94,7 +94,11 @@ class Graveyard:
         park: int | None,
         then: Then,
     ) -> None:
-        """Write the message as it came, with the failure's context in added headers."""
+        """Write the message as it came, with the failure's context in added headers.
+
+        The letter is as old as the failure: as old as its message, retention could delete it as soon as it is there.
+        """
+        at = delivery.engine.wall()
         unreadable = None
         try:
             headers: Headers = list(delivery.headers)
@@ -111,7 +115,7 @@ class Graveyard:
             letter,
             park,
             delivery.trouble.redrives if delivery.trouble is not None else 0,
-            at=delivery.engine.wall(),
+            at=at,
             unreadable=unreadable,
         )
         entry = Spooled(
@@ -120,7 +124,7 @@ class Graveyard:
             key=delivery.key,
             value=delivery.original,
             headers=tuple(headers),
-            timestamp=delivery.timestamp,
+            timestamp=int(at * 1000),
         )
         if self._scribe is not None:
             self._exactly(self._scribe, entry, (delivery.partition, delivery.offset), kind, then)

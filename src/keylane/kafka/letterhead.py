@@ -1,6 +1,6 @@
 """The headers that make a message a dead letter: written and read.
 
-A letter lies in the partition that its message lay in. Key, value, headers and timestamp are the message's own; behind
+A letter lies in the partition that its message lay in. Key, value and headers are the message's own; behind
 its headers stand ours, ``keylane-app`` first. Everything before the last ``keylane-app`` is the message's.
 
 ======================  ================================================================================
