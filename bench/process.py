@@ -97,6 +97,10 @@ class Process:
         if running.poll() is None:
             running.kill()
             running.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all that it started."""
         for pid in self._session():  # Spark's workers have groups of their own, but stay in the session
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
