@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import TopicPartition
 
+from keylane import App
 from keylane.kafka import seat
+from keylane.kafka.fetcher import Batch, Fetcher
 from tasks import Runner
 
 if TYPE_CHECKING:
@@ -117,6 +119,60 @@ def test_messages_whose_retention_is_over_are_named(
     assert offsets(runner.run()) == list(range(110, 120))
     assert "messages from 100 on were not done: their retention is over" in caplog.text
     assert runner.committed()[0] == 120
+
+
+@pytest.mark.parametrize("left", [9, 0])
+def test_messages_that_retention_takes_from_under_a_reader_are_named(
+    log: Log, name: str, caplog: pytest.LogCaptureFixture, left: int
+) -> None:
+    """In the middle of an epoch, when nobody asks where the log begins."""
+    log.create(name, partitions=1)
+    log.send(name, messages(30))
+    for future in log.cluster._admin.delete_records([TopicPartition(name, 0, 30 - left)]).values():
+        future.result(10)
+    got: list[int] = []
+    ends: list[int] = []
+    failed: list[BaseException] = []
+
+    def deliver(batch: Batch) -> None:
+        got.extend(record.offset() for record in batch.records)
+        ends.extend(batch.ends.values())
+
+    place = seat.Seat(log.settings, App(name, source=name), 1)
+    reader = Fetcher(place.consumer, name, {0: 10}, capacity=100, deliver=deliver, fail=failed.append)
+    reader.start()
+    try:
+        deadline = time.monotonic() + 20
+        while len(got) < left or (not left and not ends):
+            assert time.monotonic() < deadline, "it goes on where the log begins"
+            assert not failed
+            time.sleep(0.01)
+    finally:
+        reader.close()
+        place.close()
+    assert got == list(range(30 - left, 30))
+    assert left or ends == [30], "a log of which nothing is left is passed"
+    assert f"{name}/0: the log begins at {30 - left} and messages from 10 on were not read" in caplog.text
+
+
+def test_a_log_that_ends_before_what_was_read_ends_the_task(log: Log, name: str) -> None:
+    log.create(name, partitions=1)
+    log.send(name, messages(30))
+    failed: list[BaseException] = []
+    place = seat.Seat(log.settings, App(name, source=name), 1)
+    reader = Fetcher(
+        place.consumer, name, {0: 40}, capacity=100, deliver=lambda _batch: None, fail=failed.append
+    )
+    reader.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not failed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        reader.close()
+        place.close()
+    assert "the log ends at 30 and has been read up to 40" in str(failed[0])
 
 
 def test_an_app_of_the_same_name_that_reads_another_topic_reads_that_one(

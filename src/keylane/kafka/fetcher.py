@@ -31,6 +31,8 @@ _POLL = 0.02
 _FULL = 0.005
 _STUCK = 0.5
 """Seconds for which the task is full before the partition that holds most is paused."""
+_ASK = 10.0
+"""Seconds for the broker to say where a log begins and ends."""
 GONE = 30.0
 """Seconds after which a topic that the broker does not know counts as deleted."""
 MISSING = (
@@ -185,6 +187,8 @@ class Fetcher:
                     # It comes after every message that was the last one, and says something new only behind a hole.
                     if message.offset() > shares[partition].next:
                         ends[partition] = shares[partition].next = message.offset()
+                elif error.code() == ClientError._AUTO_OFFSET_RESET:  # noqa: SLF001
+                    self._out_of_range(partition)
                 else:
                     self._problem(error)
                 continue
@@ -260,6 +264,30 @@ class Fetcher:
             self._full_since = 0.0
             log.info("partition %d paused: it holds %d messages", most, self.shares[most].paused_at)
         return False
+
+    def _out_of_range(self, partition: int) -> None:
+        """What is to be read next is not in the log: go on where the log begins, and say what is missing."""
+        wanted = self.shares[partition].next
+        begin, end = self._consumer.get_watermark_offsets(
+            TopicPartition(self._topic, partition), timeout=_ASK
+        )
+        if wanted > end:
+            raise KafkaError(
+                f"{self._topic}/{partition}: the log ends at {end} and has been read up to {wanted}: it was "
+                "truncated, or the topic was made anew. The task begins again with what is there"
+            )
+        if wanted < begin:
+            log.error(
+                "%s/%d: the log begins at %d and messages from %d on were not read: their retention is over, they are "
+                "lost. Retention must be longer than the lag",
+                self._topic,
+                partition,
+                begin,
+                wanted,
+            )
+        # Assigned anew: the client does not seek in a partition that it has given up.
+        self._consumer.incremental_unassign([TopicPartition(self._topic, partition)])
+        self._consumer.incremental_assign([TopicPartition(self._topic, partition, max(wanted, begin))])
 
     def _pause(self, partition: int) -> None:
         share = self.shares[partition]

@@ -31,7 +31,8 @@ class Seat:
         self.settings = settings
         self._count = partitions
         exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
-        self.consumer: Consumer = settings.consumer(app.name, **exact)
+        # "error": the fetcher says what is missing from the log, and where it goes on.
+        self.consumer: Consumer = settings.consumer(app.name, **exact, **{"auto.offset.reset": "error"})
         introduce(self.consumer, app.source)
         self.reading: dict[int, int] = {}
         """The partitions that the consumer is assigned, and where it goes on in each."""
