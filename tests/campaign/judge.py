@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from campaign.finding import Finding, Ruling
 from campaign.ledger import Ledger
 from campaign.workload import COMMIT_INTERVAL
+from keylane.core.ring import slot_of
 from keylane.testing import History, Kind, check, check_results
 
 if TYPE_CHECKING:
@@ -90,13 +91,27 @@ def judge(evidence: Evidence) -> Ruling:
 
 
 def fences(evidence: Evidence) -> dict[str, int]:
-    """From when on nothing that a zombie does counts: another owner has begun in one of its partitions."""
+    """From when on nothing that a zombie does counts: another owner has begun in one of its partitions.
+
+    Where tasks share a partition the others were there all along: then it is one that begins among its slots.
+    """
     found: dict[str, int] = {}
     for owner, stopped in evidence.zombies.items():
-        mine = {event.partition for event in evidence.history if event.owner == owner}
-        for event in evidence.history:
-            other = event.owner != owner and event.owner not in evidence.zombies
-            if other and event.seq > stopped and event.kind is Kind.START and event.partition in mine:
+        own = [event for event in evidence.history if event.owner == owner]
+        mine = {event.partition for event in own}
+        others = [
+            event
+            for event in evidence.history
+            if event.owner != owner
+            and event.owner not in evidence.zombies
+            and event.kind is Kind.START
+            and event.partition in mine
+        ]
+        slots = {slot_of(event.key, event.offset) for event in own if event.key is not None}
+        shared = any(own[0].seq < event.seq < stopped for event in others)
+        for event in others:
+            among = not shared or min(slots) <= slot_of(event.key, event.offset) <= max(slots)
+            if event.seq > stopped and among:
                 found[owner] = event.seq
                 break
     return found

@@ -197,6 +197,24 @@ def test_what_a_zombie_does_after_its_fence_is_left_out_and_nothing_else() -> No
     assert "overlap" in rules(judge(early))
 
 
+def test_where_tasks_share_a_partition_the_other_one_does_not_fence_a_zombie() -> None:
+    """It ends what it was at, writes that down and lets go before anybody has taken its slots."""
+    events = [attempt(n, n * 10, n * 10 + 9, owner="other") for n in range(1, COUNT, 2) if n != 7]
+    events += [attempt(7, 70, 79, owner="other", outcome="dead")]
+    events += [attempt(n, n * 10, n * 10 + 9) for n in range(0, 26, 2)]
+    events += [attempt(26, 260, 300)]  # stopped in the middle
+    events += [attempt(n, 310 + (n - 28) * 10, 319 + (n - 28) * 10, owner="two") for n in range(28, COUNT, 2)]
+    shared = whole(
+        history=history(*events),
+        samples=[sample(0, 0), sample(100, 10), sample(200, 20), sample(305, 28), sample(440, 40)],
+        zombies={"one": 265 * MS},
+    )
+    ruling = judge(shared)
+    assert ruling.ok, ruling.findings
+    late = attempt(28, 325, 335)  # and this it does after its slots were taken
+    assert judge(replace(shared, history=history(*events, late))).facts["by zombies"] == 2
+
+
 def test_a_zombie_that_moves_progress_is_found() -> None:
     back = [sample(100, 10), sample(200, 20), sample(500, 30), sample(520, 25), sample(620, 40)]
     assert "progress moved back" in rules(judge(zombie(samples=back)))

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
     ConfigResource,
@@ -34,6 +34,9 @@ log = logging.getLogger("keylane.kafka")
 TIMEOUT = 10.0
 """Seconds to wait for an answer from the cluster before saying that there is none."""
 _SETTLES = 1.0
+_ANSWER = 3.0
+_NEW_LEADER = 25.0
+"""Seconds for a partition to get a new leader; brokers give up on one that died after 9."""
 
 PATIENCE = 60.0
 """Seconds that a :func:`patient` call goes on asking."""
@@ -57,9 +60,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """Call again while a leader or coordinator is being made or moved, for up to :data:`TIMEOUT` seconds."""
-    deadline = time.monotonic() + TIMEOUT
+def patiently(call: Callable[[], T], seconds: float = TIMEOUT) -> T:
+    """Call again while a leader or coordinator is being made or moved, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return call()
@@ -209,11 +212,17 @@ class Cluster:
         request = {TopicPartition(*place): spec for place, spec in asked.items()}
 
         def ask() -> dict[tuple[str, int], int]:
-            futures = self._admin.list_offsets(request, isolation_level=level, request_timeout=TIMEOUT)
-            return {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
+            futures = self._admin.list_offsets(request, isolation_level=level, request_timeout=_ANSWER)
+            found = {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
+            if OFFSET_INVALID in found.values():
+                # The leader of such a partition has died. The client says no word about it, and asks the same one
+                # again, for minutes, unless it is made to look who leads now.
+                self._admin.list_topics(timeout=TIMEOUT)
+                raise KafkaException(ClientError(ClientError.LEADER_NOT_AVAILABLE))
+            return found
 
         try:
-            return patiently(ask) if request else {}
+            return patiently(ask, _NEW_LEADER) if request else {}
         except KafkaException as error:
             topics = ", ".join(sorted({repr(topic) for topic, _ in asked}))
             raise KafkaError(f"offsets of topic {topics} could not be read: {error.args[0].str()}") from error
