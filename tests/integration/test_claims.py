@@ -19,6 +19,7 @@ from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, check_still_our
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.state import State
+from keylane.kafka.transactions import transactional
 from support import wait_until
 
 if TYPE_CHECKING:
@@ -38,13 +39,14 @@ class Owner:
         run: str = "r1",
         patience: float = 20,
         slots: Slots = ALL,
+        since: dict[int, int] | None = None,
     ) -> None:
         self.slots = slots
         consumer = settings.consumer(app)
         self.app = app
         self.scribe = Scribe(settings, app, f"{app}.state", consumer.consumer_group_metadata())
         consumer.close()
-        self.state = State(settings, app, f"{app}.state", range(2), run)
+        self.state = State(settings, app, f"{app}.state", range(2), run, since=since)
         self.state.restore()
         self.claims = Claims(settings, app, self.state, self.scribe, run, who, patience)
 
@@ -190,6 +192,26 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
     assert steps == ["left", "claimed"]
     with pytest.raises(TakenOverError, match="taken over by another run"):
         old.claim()
+
+
+def test_a_run_is_not_taken_over_by_the_one_before_it_whose_dead_tasks_hide_it(log: Log, app: str) -> None:
+    """With exactly_once a task that is killed leaves a transaction open; nobody can read what was written after."""
+    take_over(log.settings, app, f"{app}.state", 2, "r1")
+    old = Owner(log.settings, app, "old")
+    old.claim()
+    dying = transactional(log.settings, old.scribe.id)
+    dying.begin_transaction()
+    for partition in range(2):
+        dying.produce(f"{app}.state", b"1", b"thing", partition=partition)
+    dying.flush(10)
+    since = take_over(log.settings, app, f"{app}.state", 2, "r2")
+    check_still_ours(log.settings, app, f"{app}.state")
+    began = time.monotonic()
+    new = Owner(log.settings, app, "new", run="r2", since=since)
+    assert not new.claim(), "the old one was fenced"
+    assert time.monotonic() - began < 10
+    with pytest.raises(TakenOverError, match="taken over by another run"):
+        Owner(log.settings, app, "late").claim()
 
 
 def test_another_run_that_dies_while_it_is_leaving_is_fenced(log: Log, app: str) -> None:

@@ -46,27 +46,42 @@ _LOOK = 0.2
 _TRIES = 3
 
 
-def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
-    """From here on the app belongs to this run; any other one ends. Raises KafkaError."""
+def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
+    """From here on the app belongs to this run; any other one ends. Where that is written, by partition.
+
+    Raises TakenOverError, KafkaError.
+    """
     for again in reversed(range(_TRIES)):
         try:
-            _take_over(settings, app, topic, partitions, run)
+            places = _take_over(settings, app, topic, partitions, run)
         except KafkaException as error:
             if is_fenced(error):
                 raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
             if not again:  # a broker that is just aborting for another one answers with whatever it likes
                 raise KafkaError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
         else:
-            return
+            _taken[app, topic] = places
+            return places
+    raise AssertionError("the last try returns or raises")
 
 
-def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> None:
+_taken: dict[tuple[str, str], dict[int, int]] = {}
+"""Where this process has written last that an app is its own."""
+
+
+def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
     found = {"run": run, "who": _who(), "at": time.time()}
     producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
+    places: dict[int, int] = {}
+
+    def placed(_error: Any, message: Any) -> None:
+        places[message.partition()] = message.offset()
+
     producer.begin_transaction()
     for partition in range(partitions):
-        producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition)
+        producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
     producer.commit_transaction(3 * TIMEOUT)
+    return places
 
 
 def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
@@ -74,12 +89,12 @@ def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
 
     Raises KafkaError when that cannot be found out.
     """
-    state = State(settings, app, topic, [0], "")
+    state = State(settings, app, topic, [0], "", since=_taken.get((app, topic)))
     try:
         state.restore()
     finally:
         state.close()
-    found = state.runs.get(0)
+    found = state.successor
     if found is not None and found.get("who") != _who():
         raise _taken_over(app, found)
 

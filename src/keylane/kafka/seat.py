@@ -65,7 +65,7 @@ class Seat:
             self._producer = self.settings.producer()
         return self._producer
 
-    def state(self, partitions: Iterable[int], run: str) -> State:
+    def state(self, partitions: Iterable[int], run: str, since: Mapping[int, int] | None = None) -> State:
         """The state topic's view of these partitions, read to what this worker has written, at least."""
         wanted = sorted(partitions)
         if (
@@ -79,10 +79,16 @@ class Seat:
         versions = None if self._app.versions is None else VersionStore()
         if self._state is None:
             self._state = State(
-                self.settings, self._app.name, self._app.state, wanted, run, versions=versions
+                self.settings,
+                self._app.name,
+                self._app.state,
+                wanted,
+                run,
+                versions=versions,
+                since=since,
             )
         else:
-            self._state = self._state.of(wanted, run, versions)
+            self._state = self._state.of(wanted, run, versions, since)
         self._state.restore()
         return self._state
 

@@ -13,18 +13,28 @@ from keylane.kafka.state import ELSEWHERE, NOTHING, PROGRESS, REDRIVEN, State
 from keylane.kafka.transactions import is_fenced, transactional
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from keylane.kafka.settings import KafkaSettings
 
 
 class Settler:
     """The planner's. Its transactional id is the run's: another run that takes over fences it."""
 
-    def __init__(self, settings: KafkaSettings, app: str, source: str, run: str) -> None:
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        app: str,
+        source: str,
+        run: str,
+        since: Mapping[int, int] | None = None,
+    ) -> None:
         self._settings = settings
         self._app = app
         self._source = source
         self._topic = f"{app}.state"
         self._run = run
+        self._since = since
         self._cluster = Cluster(settings)
         self._producer: Any = None
         self._state: State | None = None
@@ -61,7 +71,9 @@ class Settler:
             consumer.close()
         partitions = range(self._cluster.partitions(self._topic))
         if self._state is None:
-            self._state = State(self._settings, self._app, self._topic, partitions, self._run)
+            self._state = State(
+                self._settings, self._app, self._topic, partitions, self._run, since=self._since
+            )
             self._state.restore()
         ends = self._cluster.ends(self._topic, partitions)
         if not self._state.read_through({p: end - 1 for p, end in ends.items()}, 3 * TIMEOUT):

@@ -183,6 +183,7 @@ class State:
         run: str,
         consumer: Consumer | None = None,
         versions: VersionStore | None = None,
+        since: Mapping[int, int] | None = None,
     ) -> None:
         self.versions = versions
         """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
@@ -192,6 +193,7 @@ class State:
         self._topic = topic
         self._partitions = list(partitions)
         self._run = run
+        self._since = since or {}
         self._consumer = consumer or _consumer(settings, app)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, str] = {}
@@ -255,9 +257,15 @@ class State:
                 self._read(message)
         return True
 
-    def of(self, partitions: Iterable[int], run: str, versions: VersionStore | None = None) -> State:
+    def of(
+        self,
+        partitions: Iterable[int],
+        run: str,
+        versions: VersionStore | None = None,
+        since: Mapping[int, int] | None = None,
+    ) -> State:
         """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
-        return State(self._settings, self._app, self._topic, partitions, run, self._consumer, versions)
+        return State(self._settings, self._app, self._topic, partitions, run, self._consumer, versions, since)
 
     def _batch(self, timeout: float) -> list[Any]:
         # One at a time while there is nothing: consume() waits out its time-out for the rest.
@@ -312,8 +320,14 @@ class State:
 
     @property
     def successor(self) -> dict[str, Any] | None:
-        """Another run that the app belongs to, if it does."""
-        return next((found for found in self.runs.values() if found["run"] != self._run), None)
+        """Another run that the app belongs to, if it does.
+
+        One from before this run is none: that is all there is to see while a transaction of its dead tasks is open.
+        """
+        for partition, found in self.runs.items():
+            if found["run"] != self._run and found["place"] > self._since.get(partition, -1):
+                return found
+        return None
 
     def take_orders(self) -> list[Order]:
         """Orders that have come in since the last call."""
@@ -336,6 +350,8 @@ class State:
                 self._take_back(partition, name)
             elif name.startswith(OWNER):
                 self._take_claim(partition, name.removeprefix(OWNER).decode(), message.offset(), value)
+            elif name == RUN:
+                self.runs[partition] = json.loads(value) | {"place": message.offset()}
             else:
                 self._put(partition, name, value)
         except (ValueError, AttributeError, KeyError, TypeError) as error:
@@ -391,8 +407,6 @@ class State:
             self.lanes[partition, name] = decode_lane(name, partition, value)
         elif name == EPOCH:
             self.proposals[partition] = Proposal(*json.loads(value))
-        elif name == RUN:
-            self.runs[partition] = json.loads(value)
         elif name == STOP:
             self.stopped = self.stopped or json.loads(value)["run"] == self._run
         elif name == FLOOD:

@@ -90,6 +90,8 @@ class TaskPlan:
     """Of the source, when it was planned."""
     order: int = 0
     """The last order to plan anew that it knows."""
+    since: Mapping[int, int] = field(default_factory=dict)
+    """Where the state topic says that the app is this run's, by partition."""
 
     @property
     def slots(self) -> dict[int, Slots]:
@@ -178,7 +180,7 @@ class Task:
         loop = asyncio.get_running_loop()
         began = loop.time()
         seat.scribe.attach()
-        state = await asyncio.to_thread(seat.state, plan.starts, plan.run)
+        state = await asyncio.to_thread(seat.state, plan.starts, plan.run, plan.since)
         claims = Claims(
             plan.settings, app.name, state, seat.scribe, plan.run, self.owner, patience=app.drain_timeout + 5
         )

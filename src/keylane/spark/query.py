@@ -111,9 +111,10 @@ def _plan(
     cluster = Cluster(options.settings)
     topics = cluster.prepare(app)
     run = uuid.uuid4().hex
-    take_over(options.settings, app.name, app.state, topics.partitions, run)
+    since = take_over(options.settings, app.name, app.state, topics.partitions, run)
     plan = RunPlan(
         run=run,
+        since=since,
         app=app.name,
         topic=app.source,
         parcel=parcel or pack(app),

@@ -45,6 +45,8 @@ class RunPlan:
     """What is the same in every epoch of a run. Travels inside the data source's class."""
 
     run: str
+    since: Mapping[int, int]
+    """Where the state topic says that the app is this run's, by partition."""
     app: str
     topic: str
     parcel: Parcel
@@ -222,6 +224,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             TaskPartition(
                 TaskPlan(
                     run=plan.run,
+                    since=plan.since,
                     epoch=end["epoch"],
                     task=task,
                     settings=plan.settings,
@@ -246,7 +249,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         plan = self._plan
         if plan.commit == "epoch":
             if self._settler is None:
-                self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run)
+                self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run, plan.since)
             self._settler.settle(end["epoch"])
 
     def _share_out(self, state: State, start: dict[str, Any], partitions: Sequence[int]) -> Plan:
@@ -268,7 +271,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._view is None or list(partitions) != self._viewed:
             if self._view is not None:
                 self._view.close()
-            self._view = State(plan.settings, plan.app, topic, partitions, plan.run)
+            self._view = State(plan.settings, plan.app, topic, partitions, plan.run, since=plan.since)
             self._viewed = list(partitions)
             self._view.restore()
         else:
