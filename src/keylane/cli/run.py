@@ -55,6 +55,12 @@ def run(
     checkpoint: Annotated[
         str | None, typer.Option(help="Spark's checkpoint folder; a temporary one if not given.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Serve metrics for Prometheus at this port: see 'keylane metrics'."
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,7 +122,15 @@ def run(
 
         parcel = Parcel(reference=reference, path=(folder,))
         runner = Runner(
-            app, settings, parcel, given, master=master, files=shipped, stopper=stopper, console=console
+            app,
+            settings,
+            parcel,
+            given,
+            master=master,
+            files=shipped,
+            stopper=stopper,
+            console=console,
+            metrics_port=metrics_port,
         )
         result = stopper.guard(runner.run)
     except AbandonedError as left:

@@ -106,6 +106,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._producer: Producer | None = None
         self._view: State | None = None
         self._viewed: list[int] = []
+        self._starts: dict[int, int] = {}  # of the last epoch that was planned
 
     # The planner.
 
@@ -160,7 +161,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise SettingsError(f"{_grown(plan.topic, adopted, there)}, and {moving}")
             else:
                 log.warning("%s, and %s", _grown(plan.topic, adopted, there), moving)
-        starts = self._positions(cluster, start, partitions)
+        starts = self._starts = self._positions(cluster, start, partitions)
         if self._target is not None:
             if self._rested(state, starts, self._target):
                 return start
@@ -175,6 +176,18 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
         self._tell(offset)
         return offset
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """For the query's progress: where the source ended when the epoch began, and how far the app was behind."""
+        plan = self._plan
+        try:
+            ends = self._connect().ends(plan.topic, self._starts)
+        except KafkaError:
+            return None  # it is only told
+        return {
+            "ends": {str(p): end for p, end in sorted(ends.items())},
+            "lag": sum(max(0, end - self._starts[p]) for p, end in ends.items()),
+        }
 
     def _in_the_way(self, cluster: Cluster, state: State, start: dict[str, Any], there: int) -> str | None:
         """What keeps new partitions from being read: a key that is in one of them now was in another one before.
@@ -283,6 +296,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._producer is None:
             self._producer = plan.settings.producer()
         value = {"run": plan.run, "epoch": offset["epoch"], "at": time.time(), "tasks": offset["plan"]}
+        value["source"] = plan.topic
         self._producer.produce(f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=0)
         self._producer.poll(0)
 
