@@ -10,6 +10,7 @@ import typer
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes
 from keylane.cli.demo import demo
+from keylane.cli.lag import lag
 from keylane.cli.metrics import metrics
 from keylane.cli.plan import plan
 from keylane.cli.run import run
@@ -54,6 +55,7 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.command()(plan)
 app.command()(verify)
+app.command()(lag)
 app.command()(metrics)
 
 
