@@ -16,6 +16,7 @@ from keylane.cli.plan import plan
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.cli.verify import verify
+from keylane.core.redact import redact
 from keylane.errors import KeylaneError
 
 app = typer.Typer(
@@ -64,5 +65,5 @@ def main() -> None:
     try:
         app()
     except KeylaneError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(redact(f"error: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -130,6 +130,7 @@ def _plan(
         sink_limit=topics.sink_limit,
         outcomes=options.outcomes,
         commit=app.commit,
+        log_format=options.log_format,
     )
     return options, plan
 

@@ -12,6 +12,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
+from keylane import logs
 from keylane.core.murmur2 import partition_of
 from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
@@ -60,6 +61,7 @@ class RunPlan:
     sink_limit: int
     outcomes: str
     commit: str
+    log_format: str = "text"
 
 
 class TaskPartition(InputPartition):
@@ -333,7 +335,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Run one task's epoch."""
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"not a task's plan: {partition!r}")
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+        logs.set_up(logging.INFO, self._plan.log_format)
         context = TaskContext.get()
         if context is not None and context.attemptNumber():
             log.warning(
