@@ -26,6 +26,7 @@ bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.blocked
 	$(BIN)/python -m bench.skew
+	$(BIN)/python -m bench.telemetry
 
 soak: dev-env ## the long campaigns: random cases, many seeds, faults (SEEDS=1000)
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py

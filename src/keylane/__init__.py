@@ -11,6 +11,7 @@ from keylane.core.letter import DeadLetter
 from keylane.core.outcome import Outcome
 from keylane.core.retry import Retry
 from keylane.core.seen import Idempotency
+from keylane.core.telemetry import Telemetry
 from keylane.core.versions import Versioned
 from keylane.errors import (
     DeliveryError,
@@ -52,6 +53,7 @@ __all__ = [
     "ResourceError",
     "Retry",
     "SettingsError",
+    "Telemetry",
     "Transient",
     "Undelivered",
     "Versioned",

@@ -17,6 +17,7 @@ from keylane.core.ledger import Ledger
 from keylane.core.retry import Retry
 from keylane.core.ring import slot_of
 from keylane.core.seen import Idempotency
+from keylane.core.telemetry import Telemetry, topic_of
 from keylane.core.versions import Versioned
 from keylane.errors import SettingsError
 from keylane.signature import needs_of, read_signature
@@ -159,6 +160,9 @@ class App:
     ``ledger`` writes a record of every attempt to ``<name>.ledger``, of all keys or a share of them, for
     ``keylane verify``; in the transaction that commits the progress.
 
+    ``telemetry`` writes a small record per task and second to ``<name>.telemetry``, for ``keylane lag`` and ``keylane
+    metrics``; whatever becomes of it, the work goes on (False: none).
+
     Raises :class:`SettingsError` for settings that cannot work.
     """
 
@@ -188,6 +192,7 @@ class App:
         drain_timeout: float = 30.0,
         observer: Observer | None = None,
         ledger: Ledger | None = None,
+        telemetry: bool | Telemetry = True,
     ) -> None:
         self.name = _topic_name("name", name)
         self.source = _topic_name("source", source)
@@ -308,6 +313,15 @@ class App:
                 f"App {name!r}: {self.ledger_topic!r} is the app's own topic, not a source or sink"
             )
         self.ledger = ledger
+        if not isinstance(telemetry, bool | Telemetry):
+            raise SettingsError(
+                f"App {name!r}: telemetry={telemetry!r} is not known; it is True, False or Telemetry(interval=…)"
+            )
+        self.telemetry = (Telemetry() if telemetry else None) if isinstance(telemetry, bool) else telemetry
+        if self.telemetry_topic in (source, sink):
+            raise SettingsError(
+                f"App {name!r}: {self.telemetry_topic!r} is the app's own topic, not a source or sink"
+            )
         self.stages: list[Stage] = []
         self.resources: dict[str, Resource] = {}
         self.hooks: dict[str, list[Callable[..., Any]]] = {}
@@ -330,6 +344,11 @@ class App:
     def ledger_topic(self) -> str:
         """The topic of the app's ledger, when it keeps one."""
         return f"{self.name}.ledger"
+
+    @property
+    def telemetry_topic(self) -> str:
+        """The topic of the app's telemetry, unless that is off."""
+        return topic_of(self.name)
 
     @overload
     def stage(self, function: F, /) -> F: ...

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,14 +84,21 @@ def test_a_signal_drains_and_the_next_run_catches_up(
     sent = log.send(f"{name}.in", load)
     write_app(tmp_path, name)
     arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]")
-    with Running(tmp_path, *arguments) as run:
+    with Running(tmp_path, *arguments, "--log-format", "json", "--metrics-port", "0") as run:
         run.until(lambda: log.count(f"{name}.out") >= 2_000, 60, "results")
+        (served,) = (line for line in run.lines if "metrics at http" in line)
+        port = re.findall(r":(\d+)/metrics", served)[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            assert f'keylane_partition_lag{{app="{name}"' in answer.read().decode()
         run.send(signal.SIGTERM)
         code, facts = run.ends(within=60)
     assert code == 0, run.lines
     assert (facts["ended"], facts["drained"]) == ("stopped", True)
     assert facts["processed"] > 0
     assert facts["lag"] > 0
+    loggers = {json.loads(line)["logger"] for line in run.lines if line.startswith("{")}
+    assert {"keylane.run", "keylane.task"} <= loggers
+    assert not any("keylane." in line for line in run.lines if not line.startswith("{"))
 
     with Running(tmp_path, *arguments, "--until-caught-up") as run:
         run.has("java")

@@ -88,7 +88,13 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    for document in ("docs/failures.md", "docs/events.md", "docs/testing.md", "docs/audit.md"):
+    for document in (
+        "docs/failures.md",
+        "docs/events.md",
+        "docs/testing.md",
+        "docs/audit.md",
+        "docs/telemetry.md",
+    ):
         snippets = blocks(document, "python")
         assert snippets
         for snippet in snippets:
@@ -112,8 +118,9 @@ def test_the_snippet_about_publishing_runs(tmp_path: Path, broker: Broker, log: 
     assert told.split()[:2] == [str(other.partition), str(other.offset)]
 
 
-def test_every_test_that_the_guarantees_name_is_there() -> None:
-    named = re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", (ROOT / "docs/guarantees.md").read_text())
+@pytest.mark.parametrize("document", ["docs/guarantees.md", "docs/operations.md"])
+def test_every_test_that_the_guarantees_and_the_runbook_name_is_there(document: str) -> None:
+    named = re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", (ROOT / document).read_text())
     assert len(named) > 10
     files: dict[str, str] = {}  # a unit test and an integration test may have the same name
     for path in (ROOT / "tests").glob("*/test_*.py"):
@@ -152,6 +159,8 @@ COMMANDS = [
     "lanes",
     "lanes skip",
     "verify",
+    "lag",
+    "metrics",
 ]
 
 

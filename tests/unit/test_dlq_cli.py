@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from keylane.cli import dlq
 from keylane.cli.arguments import moment, place
-from keylane.cli.keys import key_argument, parse_key, printable, show_bytes, show_key
+from keylane.cli.keys import key_argument, parse_key, printable, show_key
 from keylane.cli.main import app, main
 from keylane.cli.survey import Selection, Survey, normalised
 from keylane.core.letter import Failed
+from keylane.core.text import show_bytes
 from keylane.errors import KeylaneError, SettingsError
 from keylane.kafka.letter import Kind, Letter, Unreadable
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 
+from keylane.core.text import HEX as _HEX
+from keylane.core.text import show_bytes
 from keylane.errors import SettingsError
 
-_HEX = "hex:"
 KEYLESS = "-"
 
 
@@ -28,16 +29,6 @@ def show_key(key: bytes | None) -> str:
         return KEYLESS
     text = show_bytes(key)
     return _HEX + key.hex() if text == KEYLESS else text
-
-
-def show_bytes(content: bytes) -> str:
-    """Text when it is UTF-8, can be printed and read back; otherwise ``hex:…``."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return _HEX + content.hex()
-    plain = text.isprintable() and text == text.strip() and text and not text.startswith(_HEX)
-    return text if plain else _HEX + content.hex()
 
 
 def printable(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -11,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keylane.cli.keys import printable
+from keylane.core.redact import redact
+from keylane.logs import as_json
 
 _RIGHT = {"LETTERS", "BEHIND", "LANES", "ATTEMPTS"}
 _WIDE = {"CAUSE", "KEY", "STAGE", "STATE", "LANE", "RESULT", "IN THIS ORDER"}
@@ -82,6 +86,18 @@ def age(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in parts[:2] if number or unit == parts[0][1])
 
 
+class JsonConsole(Console):
+    """Says every line as a JSON object, to the standard error, as the logs beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, force_terminal=False)
+
+    def print(self, *lines: Any, **_: Any) -> None:
+        """One object for each."""
+        for line in lines:
+            typer.echo(json.dumps(as_json("INFO", "keylane.run", str(line))), err=True)
+
+
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """One line as it is: not coloured by what is in it, not broken where the terminal ends."""
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    """One line as it is, but without secrets: not coloured by what is in it, not broken where the terminal ends."""
+    console.print(redact(line), style=style, markup=False, highlight=False, soft_wrap=True)

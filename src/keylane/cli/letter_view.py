@@ -9,9 +9,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from keylane.cli.keys import printable, show_bytes, show_key
+from keylane.cli.keys import printable, show_key
 from keylane.cli.layout import block, brief, cell, counted, fact, local, print_table, table
 from keylane.cli.survey import Group, Line, Survey
+from keylane.core.text import show_bytes
 from keylane.kafka.letter import Kind, Letter, Unreadable
 
 SHOWN_CHARACTERS = 4000

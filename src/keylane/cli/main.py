@@ -10,10 +10,13 @@ import typer
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes
 from keylane.cli.demo import demo
+from keylane.cli.lag import lag
+from keylane.cli.metrics import metrics
 from keylane.cli.plan import plan
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.cli.verify import verify
+from keylane.core.redact import redact
 from keylane.errors import KeylaneError
 
 app = typer.Typer(
@@ -53,6 +56,8 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.command()(plan)
 app.command()(verify)
+app.command()(lag)
+app.command()(metrics)
 
 
 def main() -> None:
@@ -60,5 +65,5 @@ def main() -> None:
     try:
         app()
     except KeylaneError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(redact(f"error: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(2)

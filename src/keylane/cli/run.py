@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from keylane.cli.layout import say
+from keylane import logs
+from keylane.cli.layout import JsonConsole, say
 from keylane.cli.stopper import AbandonedError, Stopper, last_resort, leave
+from keylane.core.redact import redact
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -55,6 +57,16 @@ def run(
     checkpoint: Annotated[
         str | None, typer.Option(help="Spark's checkpoint folder; a temporary one if not given.")
     ] = None,
+    log_format: Annotated[
+        str,
+        typer.Option(metavar="text|json", help="How the driver and the tasks write their logs, to stderr."),
+    ] = "text",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Serve metrics for Prometheus at this port: see 'keylane metrics'."
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,7 +100,7 @@ def run(
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = Stopper(lambda line: say(console, line))
-    console = Console(stderr=True)
+    console = JsonConsole() if log_format == "json" else Console(stderr=True)
     began, name = time.monotonic(), None
     try:
         given = _options(option or [])
@@ -98,6 +110,10 @@ def run(
             for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items()
             if v
         }
+        given["logFormat"] = log_format
+        if log_format not in logs.FORMATS:
+            raise SettingsError(f"--log-format {log_format}: needs text or json")
+        logs.set_up(logging.WARNING, log_format)
         folder = str(Path.cwd())
         shipped = _files(py_files)
         sys.path[:0] = [folder, *(str(file if file.suffix != ".py" else file.parent) for file in shipped)]
@@ -112,11 +128,17 @@ def run(
 
         from keylane.cli.runner import Runner  # noqa: PLC0415
 
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
-
         parcel = Parcel(reference=reference, path=(folder,))
         runner = Runner(
-            app, settings, parcel, given, master=master, files=shipped, stopper=stopper, console=console
+            app,
+            settings,
+            parcel,
+            given,
+            master=master,
+            files=shipped,
+            stopper=stopper,
+            console=console,
+            metrics_port=metrics_port,
         )
         result = stopper.guard(runner.run)
     except AbandonedError as left:
@@ -133,7 +155,7 @@ def run(
             "processed": result.processed,
             "lag": result.lag,
             "stopped_lanes": result.stopped_lanes,
-            "error": None if result.failure is None else result.failure.line,
+            "error": None if result.failure is None else redact(result.failure.line),
         }
         _echo(name, facts, result.seconds)
     _conclude(console, app.name, settings.bootstrap, result, quiet=json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from keylane.cli.stopper import OVERDUE
 from keylane.core.record import Stop
 from keylane.kafka.claims import check_still_ours
 from keylane.kafka.cluster import Cluster
+from keylane.kafka.exporter import Exporter
 from keylane.kafka.operator import Operator
 from keylane.spark import jvm
 from keylane.spark.failure import Failure, Kind
@@ -82,6 +84,7 @@ class Runner:
         files: Sequence[Path] = (),
         stopper: Stopper,
         console: Console,
+        metrics_port: int | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -91,6 +94,7 @@ class Runner:
         self._files = files
         self._stopper = stopper
         self._console = console
+        self._metrics_port = metrics_port
         self._spark: SparkSession | None = None
         self._progress = Progress(settings, app, console)
         self._used = False  # the session: tasks of a query that failed may still be there
@@ -101,6 +105,11 @@ class Runner:
         Cluster(self._settings).prepare(
             self._app
         )  # before Spark is started: its errors would come half a minute later
+        if self._metrics_port is not None:
+            exporter = Exporter(self._settings, self._app.name, self._app.source)
+            taken = exporter.serve(self._metrics_port)
+            exporter.start()
+            self._say(f"metrics at http://{socket.gethostname()}:{taken}/metrics")
         self._progress.begin()
         self._spark = self._session()
         began = time.monotonic()

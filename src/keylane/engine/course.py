@@ -19,6 +19,7 @@ from keylane.core.record import Kept, LaneRecord, Stop
 from keylane.engine.delivery import Trouble
 from keylane.engine.gate import GateShutError
 from keylane.errors import FloodError
+from keylane.logs import where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,6 +168,7 @@ class Course:
             letter.stage,
             letter.attempts,
             delivery.error,
+            extra=where(delivery, stage=letter.stage, attempts=letter.attempts, error=delivery.error),
         )
         if redriven and lane.key in engine.stops.held_parked:
             ended(delivery, "retry")

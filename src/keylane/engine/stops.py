@@ -14,6 +14,7 @@ from keylane.core.outcome import Outcome
 from keylane.core.record import LaneRecord, Stop
 from keylane.engine.course import record_of
 from keylane.engine.lanes import GLOBAL
+from keylane.logs import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -94,7 +95,10 @@ class Stops:
             if record.stop is Stop.SKIPPING:
                 return True
             log.warning(
-                "lane %r was blocked at offset %d, which is gone; it goes on", delivery.key, record.offset
+                "lane %r was blocked at offset %d, which is gone; it goes on",
+                delivery.key,
+                record.offset,
+                extra=where(delivery),
             )
             self._forget(name, record)
             return True
@@ -215,6 +219,7 @@ class Stops:
                 delivery.position,
                 problem,
                 _AGAIN,
+                extra=where(delivery, error=problem, stop="parked"),
             )
             engine.later(_AGAIN, send)
 
@@ -236,6 +241,9 @@ class Stops:
             delivery.position,
             letter.message,
             why and f" ({why})",
+            extra=where(
+                delivery, stage=letter.stage, attempts=letter.attempts, error=letter.message, stop="blocked"
+            ),
         )
         self._note(record.partition, record.name, record.encode(), _unheard)
         self._engine.changed()

@@ -23,6 +23,7 @@ from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from concurrent.futures import Future
 
     from confluent_kafka import Consumer
 
@@ -43,6 +44,8 @@ PATIENCE = 60.0
 _SAY_EVERY = 10.0
 
 STATE_SEGMENT = 32 << 20
+TELEMETRY = {"retention.ms": "86400000", "segment.ms": "3600000", "segment.bytes": str(16 << 20)}
+"""A day of it, in segments of an hour at most: a segment goes as a whole."""
 DEAD_LETTER_ROOM = 65_536
 """Bytes a dead letter may be larger than its message: the failure's context."""
 
@@ -158,6 +161,8 @@ class Cluster:
         if app.sink is not None:
             self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
+        if app.telemetry is not None:
+            self._offer(app.telemetry_topic, TELEMETRY)
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
         if app.ledger is not None:
@@ -166,6 +171,25 @@ class Cluster:
             # What was written last is not compacted: small segments keep that little, and a task reads all of it.
             self.ensure(app.state, count, {"cleanup.policy": "compact", "segment.bytes": str(STATE_SEGMENT)})
         return Topics(partitions=min(count, self.partitions(app.state)), sink_limit=sink_limit)
+
+    def _offer(self, topic: str, config: dict[str, str]) -> None:
+        """Ask for a topic of one partition without waiting for it: who writes there can do without."""
+        if topic in self.topics():
+            return
+        new = NewTopic(topic, num_partitions=1, replication_factor=-1, config=config)
+
+        def answered(future: Future[None]) -> None:
+            error = future.exception()
+            if isinstance(error, KafkaException) and (
+                error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS
+            ):
+                log.warning(
+                    "topic %r could not be created (%s): the app runs without telemetry",
+                    topic,
+                    error.args[0].str(),
+                )
+
+        self._admin.create_topics([new], request_timeout=TIMEOUT)[topic].add_done_callback(answered)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
         """Create the topic, or give it more partitions when it has fewer."""

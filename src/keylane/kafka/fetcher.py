@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
@@ -63,6 +64,8 @@ class Share:
     paused_at: int = 0
     """How many it held when it was paused; 0 while it is not."""
     ended: bool = False
+    end: int = 0
+    """Of the log, as the last fetch saw it; 0 when nobody asked for it."""
 
     @property
     def held(self) -> int:
@@ -93,6 +96,7 @@ class Fetcher:
     ``starts`` is kept, and what the client has fetched with it.
 
     ``until``: hand over nothing at or above these offsets; when every partition has come to it, ``ended`` is true.
+    ``ends_every``: seconds between two notes of where each log ends, which the client knows from its last fetch.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Fetcher:
         reading: Mapping[int, int] | None = None,
         until: Mapping[int, int] | None = None,
         crowded: Callable[[], bool] = lambda: False,
+        ends_every: float = inf,
     ) -> None:
         self._consumer = consumer
         self._topic = topic
@@ -123,6 +128,8 @@ class Fetcher:
         self._mean_size = 0.0
         self._full_since = 0.0
         self.shares = {p: Share(next=offset) for p, offset in starts.items()}
+        self._ends_every = ends_every
+        self._ends_due = 0.0 if ends_every < inf else inf
         self._closing = threading.Event()
         self._warned = 0.0
         self._missing_since = 0.0  # when the client first said that the topic is not there
@@ -161,12 +168,23 @@ class Fetcher:
             for partition in self._starts:
                 self._check_end(partition, self._starts[partition])
             while not self._closing.is_set():
+                if time.monotonic() >= self._ends_due:
+                    self._note_ends()
                 if self._room():
                     self._fetch()
                 else:
                     time.sleep(_FULL)
         except BaseException as error:
             self._fail(error)
+
+    def _note_ends(self) -> None:
+        self._ends_due = time.monotonic() + self._ends_every
+        for partition, share in self.shares.items():
+            if not share.ended:
+                known = self._consumer.get_watermark_offsets(
+                    TopicPartition(self._topic, partition), cached=True
+                )
+                share.end = max(share.end, known[1])  # below 0 before the first fetch
 
     def _fetch(self) -> None:
         first = self._consumer.poll(_POLL)

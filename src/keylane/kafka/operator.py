@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Producer
 
     from keylane.core.ranges import Ranges
-    from keylane.core.record import LaneRecord
+    from keylane.core.record import Kept, LaneRecord
     from keylane.kafka.orders import Deed
     from keylane.kafka.settings import KafkaSettings
 
@@ -133,6 +133,14 @@ class Operator:
         """The lanes that do not go on by themselves, those that stopped first at the front."""
         self._follow()
         return sorted(self._state.lanes.values(), key=lambda record: record.since)
+
+    def attempts(self) -> Mapping[int, Mapping[int, Kept]]:
+        """Messages that have failed and are not done, by partition and offset, as tasks wrote them down last."""
+        self._follow()
+        return {
+            partition: {offset: kept for record in records.values() for offset, kept in record.items()}
+            for partition, records in self._state.attempts.items()
+        }
 
     def standing(self) -> list[Order]:
         """Orders that no task has carried out yet."""

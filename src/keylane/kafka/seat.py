@@ -13,6 +13,7 @@ from keylane.kafka.cluster import Cluster, introduce
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.state import State
+from keylane.kafka.telemetry import Sender
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -55,6 +56,7 @@ class Seat:
         """With this progress."""
         self._app = app
         self._producer: Producer | None = None
+        self._sender: Sender | None = None
         self._state: State | None = None
         self._partitions: list[int] = []
 
@@ -64,6 +66,13 @@ class Seat:
         if self._producer is None:
             self._producer = self.settings.producer()
         return self._producer
+
+    @property
+    def sender(self) -> Sender:
+        """For telemetry."""
+        if self._sender is None:
+            self._sender = Sender(self.settings, self._app.telemetry_topic)
+        return self._sender
 
     def state(self, partitions: Iterable[int], run: str, since: Mapping[int, int] | None = None) -> State:
         """The state topic's view of these partitions, read to what this worker has written, at least."""
@@ -104,6 +113,8 @@ class Seat:
         """Give everything up. A claim that still stands is fenced by whoever comes next."""
         self.scribe.close()
         self.consumer.close()
+        if self._sender is not None:
+            self._sender.close()
         if self._state is not None:
             self._state.close()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
+from keylane.core.redact import HIDDEN, is_secret
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ _ALL = {
     # Nobody here subscribes to the client's own metrics.
     "enable.metrics.push": False,
 }
-_SECRET = ("password", "passphrase", "secret", "key.pem", "token", "jaas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class KafkaSettings:
                 raise SettingsError(f"option 'kafka.{name}' cannot be set: {OURS[name]}")
 
     def __repr__(self) -> str:
-        shown = {k: "***" if any(s in k for s in _SECRET) else v for k, v in self.extra}
+        shown = {k: HIDDEN if is_secret(k) else v for k, v in self.extra}
         return f"KafkaSettings({self.bootstrap!r}, {shown})"
 
     def consumer(self, group: str, **more: Any) -> Consumer:

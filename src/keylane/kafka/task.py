@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -35,6 +36,7 @@ from keylane.kafka.output import KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
 from keylane.kafka.seat import take_seat
 from keylane.kafka.state import FLOOD, LOAD, REST, part_of
+from keylane.kafka.telemetry import TelemetryWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,6 +125,10 @@ class Task:
         self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
+        self._telemetry: TelemetryWriter | None = None
+        if self._app.telemetry is not None:
+            interval = self._app.telemetry.interval
+            self._telemetry = TelemetryWriter(self._app, self._plan, self.owner, interval=interval)
         self._ledger: LedgerWriter | None = None
         self._observed = self._app  # with the ledger as its observer, if it keeps one
         if self._app.ledger is not None:
@@ -225,6 +231,7 @@ class Task:
             reading=seat.reading,
             until=plan.until,
             crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
+            ends_every=inf if app.telemetry is None else app.telemetry.interval,
         )
         seat.reading = {}
         self._shares = fetcher.shares
@@ -239,6 +246,9 @@ class Task:
             loop.create_task(desk.run()),
             loop.create_task(graveyard.ship()),
         ]
+        if self._telemetry is not None:
+            self._telemetry.open(seat.sender, engine, steps, self._books, fetcher)
+            background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _told(job, engine))
         drained = began
@@ -268,6 +278,8 @@ class Task:
                 graveyard.close()
                 await self._wait_for_threads(steps)
                 self._hand_out()
+                if self._telemetry is not None:
+                    self._telemetry.last()
         claims.check_run()
         self._books.leave(plan.epoch)
         log.info(
@@ -454,6 +466,8 @@ class Task:
     def _done(self, deliveries: list[Delivery]) -> None:
         if self._ledger is not None:
             self._ledger.done(deliveries)
+        if self._telemetry is not None:
+            self._telemetry.done(deliveries)
         offsets: dict[int, list[int]] = {}
         own = deliveries
         if self._desk is not None and not self._desk.idle:

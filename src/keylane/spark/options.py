@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.errors import SettingsError
 from keylane.kafka.settings import BOOTSTRAP, KafkaSettings, find_bootstrap
+from keylane.logs import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ _KNOWN = (
     "availableNow",
     "format",
     "path",
+    "logFormat",
 )
 
 
@@ -46,6 +48,7 @@ class Options:
     ``queryName``          the query's name in Spark; the app's name
     ``availableNow``       process what is there now and end
     ``format``, ``path``   the query's sink for outcome rows, as of ``writeStream``; ``"noop"``: they go nowhere
+    ``logFormat``          how tasks write their logs: ``"text"`` or ``"json"``, a line for every event
     ``kafka.…``            any setting of librdkafka, for SASL, TLS and the like
     ====================== =====================================================================================
     """
@@ -60,6 +63,7 @@ class Options:
     available_now: bool = False
     format: str = "noop"
     path: str | None = None
+    log_format: str = "text"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], topic: str) -> Options:
@@ -91,6 +95,7 @@ class Options:
             available_now=_yes("availableNow", given.get("availableNow", False)),
             format=str(given.get("format", "noop")),
             path=given.get("path"),
+            log_format=_choice("logFormat", given.get("logFormat", "text"), FORMATS),
         )
 
 

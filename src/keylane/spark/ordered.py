@@ -14,6 +14,7 @@ from pyspark.sql import types as t
 from pyspark.sql.udf import UserDefinedFunction
 from pyspark.util import PythonEvalType
 
+from keylane import logs
 from keylane.app import App
 from keylane.errors import SettingsError
 from keylane.spark import outcomes
@@ -94,7 +95,7 @@ def _function(
     parcel: Parcel, plan: FramePlan
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def lanes(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+        logs.set_up(logging.INFO)
         context: Any = TaskContext.get()
         batch = context.getLocalProperty("streaming.sql.batchId")
         task = FrameTask(

@@ -13,6 +13,7 @@ from keylane.errors import KeylaneError, SettingsError
 from keylane.kafka.claims import take_over
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.state import order_stop
+from keylane.spark.listener import observed
 from keylane.spark.options import Options
 from keylane.spark.parcel import Parcel, pack
 from keylane.spark.session import refuse_speculation, use_this_python
@@ -80,7 +81,9 @@ def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **give
             )
         given = {"outcomes": "all", **given}
     options, plan = _plan(app, spark, parcel, given)
-    writer = _read(spark, plan).writeStream.format(options.format).queryName(options.name or app.name)
+    writer = (
+        observed(_read(spark, plan)).writeStream.format(options.format).queryName(options.name or app.name)
+    )
     if options.path:
         writer = writer.option("path", options.path)
     if options.checkpoint:
@@ -128,6 +131,7 @@ def _plan(
         sink_limit=topics.sink_limit,
         outcomes=options.outcomes,
         commit=app.commit,
+        log_format=options.log_format,
     )
     return options, plan
 

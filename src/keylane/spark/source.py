@@ -12,6 +12,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
+from keylane import logs
 from keylane.core.murmur2 import partition_of
 from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
@@ -62,6 +63,7 @@ class RunPlan:
     sink_limit: int
     outcomes: str
     commit: str
+    log_format: str = "text"
 
 
 class TaskPartition(InputPartition):
@@ -108,6 +110,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._producer: Producer | None = None
         self._view: State | None = None
         self._viewed: list[int] = []
+        self._starts: dict[int, int] = {}  # of the last epoch that was planned
 
     # The planner.
 
@@ -162,7 +165,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise SettingsError(f"{_grown(plan.topic, adopted, there)}, and {moving}")
             else:
                 log.warning("%s, and %s", _grown(plan.topic, adopted, there), moving)
-        starts = self._positions(cluster, start, partitions)
+        starts = self._starts = self._positions(cluster, start, partitions)
         if self._target is not None:
             if self._rested(state, starts, self._target):
                 return start
@@ -177,6 +180,18 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
         self._tell(offset)
         return offset
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """For the query's progress: where the source ended when the epoch began, and how far the app was behind."""
+        plan = self._plan
+        try:
+            ends = self._connect().ends(plan.topic, self._starts)
+        except KafkaError:
+            return None  # it is only told
+        return {
+            "ends": {str(p): end for p, end in sorted(ends.items())},
+            "lag": sum(max(0, end - self._starts[p]) for p, end in ends.items()),
+        }
 
     def _in_the_way(self, cluster: Cluster, state: State, start: dict[str, Any], there: int) -> str | None:
         """What keeps new partitions from being read: a key that is in one of them now was in another one before.
@@ -286,6 +301,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._producer is None:
             self._producer = plan.settings.producer()
         value = {"run": plan.run, "epoch": offset["epoch"], "at": time.time(), "tasks": offset["plan"]}
+        value["source"] = plan.topic
         self._producer.produce(f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=0)
         self._producer.poll(0)
 
@@ -322,7 +338,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Run one task's epoch."""
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"not a task's plan: {partition!r}")
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+        logs.set_up(logging.INFO, self._plan.log_format)
         context = TaskContext.get()
         if context is not None and context.attemptNumber():
             log.warning(

@@ -1,0 +1,122 @@
+"""`keylane lag` on a real broker: of an app that is stuck, of one that works, and of a group that is no app's."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import Consumer, TopicPartition
+from typer.testing import CliRunner
+
+from keylane import App, Message, Poison, Telemetry
+from keylane.cli.main import app as command
+from keylane.kafka.state import order_stop
+from keylane.testing import HistoryWriter
+from support import wait_until
+from tasks import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from keylane.testing import Verdict
+    from support import Log
+
+
+def lag(log: Log, *arguments: str, code: int) -> dict[str, Any]:
+    done = CliRunner().invoke(
+        command, ["lag", *arguments, "--json", "--bootstrap", log.bootstrap, "--over", "0.5"]
+    )
+    assert done.exit_code == code, (done.output, done.exception)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_blocked_lane_is_named_as_what_an_app_is_stuck_on(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    source = f"{name}.in"
+    log.create(source, partitions=2)
+    app = App(
+        name,
+        source=source,
+        on_failure="block",
+        observer=HistoryWriter(tmp_path / "history"),
+        telemetry=Telemetry(interval=0.2),
+        commit_interval=0.1,
+    )
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        if msg.value == b"bad":
+            raise Poison("bad")
+
+    sent = log.send(
+        source, [{"key": b"k%d" % (n % 8), "value": b"bad" if n == 20 else b"x"} for n in range(100)]
+    )
+    (stands,) = (one for one in sent if one.key == b"k4" and one.offset == _offset(log, source, b"bad"))
+    runner = Runner(log, name, tmp_path, app=app)
+    running = threading.Thread(target=runner.run, kwargs={"seconds": 30.0})
+    running.start()
+    try:
+        left = log.cluster.ends(source, [0, 1])[stands.partition] - stands.offset
+        wait_until(lambda: log.lag(name, source) == left, 20, "all is done but what stands behind it")
+        found = lag(log, name, "--topic", source, code=3)
+        (partition,) = (one for one in found["partitions"] if one["state"] == "stuck")
+        assert partition["partition"] == stands.partition
+        assert partition["oldest"]["offset"] == partition["committed"] == stands.offset
+        assert partition["oldest"]["key"] == "k4"
+        assert partition["why"][0].startswith(f"lane k4 blocked at offset {stands.offset} since ")
+        assert found["tasks"] == 1
+        (other,) = (one for one in found["partitions"] if one["state"] != "stuck")
+        assert (other["state"], other["lag"]) == ("idle", 0)
+    finally:
+        order_stop(log.settings, app.state, 2, "r1")
+        running.join()
+    found = lag(log, name, code=3)  # which topic it reads is in its telemetry
+    assert found["topic"] == source
+    assert found["why"][0].startswith("no task of the app runs")
+    assert found["why"][1].startswith(f"lane k4 blocked at offset {stands.offset} since ")
+
+    skip = ["lanes", "skip", name, "k4", "--wait", "0", "--bootstrap", log.bootstrap]
+    assert CliRunner().invoke(command, skip).exit_code == 0
+    runner.run("r2")
+    judge(sent, finished=[(stands.partition, stands.offset)])
+    found = lag(log, name, code=0)
+    assert (found["state"], found["lag"]) == ("idle", 0)
+
+
+def _offset(log: Log, source: str, value: bytes) -> int:
+    (row,) = (row for row in log.read(source) if row.value == value)
+    return row.offset
+
+
+def test_the_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
+    log.create(name, partitions=1)
+    old = int((time.time() - 3600) * 1000)
+    log.send(name, [{"key": b"k%d" % n, "value": b"x", "timestamp": old} for n in range(10)])
+    consumer = Consumer({"bootstrap.servers": log.bootstrap, "group.id": f"{name}-group"})
+
+    def commit(offset: int) -> None:
+        consumer.commit(offsets=[TopicPartition(name, 0, offset)], asynchronous=False)
+
+    try:
+        commit(3)
+        found = lag(log, "--group", f"{name}-group", "--topic", name, code=3)
+        assert (found["lag"], found["state"]) == (7, "stuck")
+        assert found["why"] == ["nothing moved past offset 3 (key k3) in 1 s"]
+        assert found["partitions"][0]["oldest"]["key"] == "k3"
+        assert 3590 < found["partitions"][0]["oldest"]["age_seconds"] < 3700
+        commit(10)
+    finally:
+        consumer.close()
+    found = lag(log, "--group", f"{name}-group", "--topic", name, code=0)
+    assert (found["lag"], found["state"], found["why"]) == (0, "idle", [])
+
+
+def test_an_app_that_never_ran_is_told(log: Log, name: str) -> None:
+    done = CliRunner().invoke(command, ["lag", name, "--bootstrap", log.bootstrap])
+    assert done.exit_code == 1  # main() makes it 2, with a sentence
+    assert f"app {name!r} never ran" in str(done.exception)

@@ -1,0 +1,204 @@
+"""What a task tells of itself while it runs, and that the work does not depend on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from keylane import App, Breaker, Message, Poison, Telemetry, Transient
+from keylane.cli.main import app as command
+from keylane.core.telemetry import decode
+from keylane.kafka import telemetry
+from keylane.kafka.exporter import Exporter
+from keylane.testing import HistoryWriter
+from support import wait_until
+from tasks import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+    from keylane.spark.listener import EpochFigures
+    from keylane.testing import Verdict
+    from support import Log
+
+
+def make(name: str, folder: Path, **settings: Any) -> App:
+    app = App(
+        name,
+        source=f"{name}.in",
+        observer=HistoryWriter(folder / "history"),
+        telemetry=Telemetry(interval=0.2),
+        **settings,
+    )
+
+    @app.stage(breaker=Breaker())
+    async def work(msg: Message) -> None:
+        await asyncio.sleep(0.005)
+        if msg.value == b"bad":
+            raise Poison("bad")
+        if msg.value == b"once" and msg.attempt == 1:
+            raise Transient("not yet")
+
+    return app
+
+
+def fill(log: Log, source: str, number: int = 600) -> list[Any]:
+    values = {5: b"bad", 50: b"once"}
+    return log.send(
+        source, [{"key": b"k%d" % (n % 20), "value": values.get(n, b"%d" % n)} for n in range(number)]
+    )
+
+
+def test_every_interval_a_record_says_what_a_task_does(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    log.create(f"{name}.in", partitions=2)
+    sent = fill(log, f"{name}.in")
+    runner = Runner(log, name, tmp_path, app=make(name, tmp_path))
+    exporter = Exporter(log.settings, name, runner.source)
+    exporter.start()
+    began = time.time()
+    try:
+        runner.run()
+        judge(sent)
+        lines = [f'keylane_messages_total{{app="{name}",outcome="ok"}} 599']
+        for partition in (0, 1):  # asked of the broker, every two seconds
+            place = f'topic="{runner.source}",partition="{partition}"'
+            lines.append(f'keylane_partition_lag{{app="{name}",{place}}} 0')
+        wait_until(lambda: set(lines) <= set(exporter.text().splitlines()), 10, "all is done")
+        port = exporter.serve(0, "127.0.0.1")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            page = answer.read().decode()
+    finally:
+        exporter.close()
+
+    rows = [decode(row.value) for row in log.read(f"{name}.telemetry")]
+    assert {row.life for row in rows} == {rows[0].life}
+    assert [row.final for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert len(rows) >= 2
+    assert [row.done for row in rows] == sorted(row.done for row in rows)
+    last = rows[-1]
+    assert (last.done, last.ok, last.dead, last.retries, last.held, last.dropped) == (600, 599, 1, 1, 0, 0)
+    assert (last.app, last.source, last.run, last.epoch, last.task) == (name, runner.source, "r1", 1, 0)
+    ends = log.cluster.ends(runner.source, [0, 1])
+    assert {p: (at.watermark, at.position, at.lag) for p, at in last.partitions.items()} == {
+        p: (end, end, 0) for p, end in ends.items()
+    }
+    assert last.processing.count == pytest.approx(600, rel=0.2)  # a sample, when many come at once
+    assert last.latency.count == last.processing.count
+    assert 0.004 < last.processing.sum / last.processing.count < 2
+    assert 0 < last.latency.sum / last.latency.count < time.time() - began + 10
+    assert last.breakers == {"work": "closed"}
+    busy = [row for row in rows if row.lanes.running]
+    assert busy
+    assert all(0 < row.held <= row.capacity for row in busy)
+    assert any(row.partitions[0].end == ends[0] > row.partitions[0].watermark for row in busy)
+    assert sum(key.share for key in rows[-2].hot) > 0.5  # twenty keys, all of them above one in a hundred
+
+    assert f'keylane_messages_total{{app="{name}",outcome="dead"}} 1' in page
+    assert f'keylane_retries_total{{app="{name}"}} 1' in page
+    assert f'keylane_latency_seconds_count{{app="{name}"}} {last.latency.count}' in page
+    once = CliRunner().invoke(command, ["metrics", name, "--once", "--bootstrap", log.bootstrap])
+    assert once.exit_code == 0, once.output
+    assert (
+        f'keylane_partition_end_offset{{app="{name}",topic="{runner.source}",partition="0"}} {ends[0]}'
+        in once.stdout
+    )
+
+
+def test_a_broker_that_refuses_telemetry_does_not_disturb_the_work(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], caplog: pytest.LogCaptureFixture
+) -> None:
+    log.create(f"{name}.in", partitions=1)
+    log.create(f"{name}.telemetry", partitions=1, max_message_bytes="10")
+    sent = fill(log, f"{name}.in")
+    runner = Runner(log, name, tmp_path, app=make(name, tmp_path))
+    with caplog.at_level(logging.WARNING, "keylane"):
+        assert len(runner.run()) == 600
+        assert runner.run() == []  # the seat is used again: it is not said again
+    judge(sent)
+    assert runner.committed()[0] == 600
+    assert log.count(f"{name}.telemetry") == 0
+    assert len(re.findall("telemetry is dropped", caplog.text)) == 1
+
+
+def test_figures_that_cannot_be_put_together_do_not_disturb_the_work(
+    log: Log,
+    name: str,
+    tmp_path: Path,
+    judge: Callable[..., Verdict],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(_writer: object, *, final: bool = False) -> None:
+        raise RuntimeError(f"broken, final={final}")
+
+    monkeypatch.setattr(telemetry.TelemetryWriter, "snapshot", broken)
+    log.create(f"{name}.in", partitions=1)
+    sent = fill(log, f"{name}.in", 300)
+    runner = Runner(log, name, tmp_path, app=make(name, tmp_path))
+    assert len(runner.run()) == 300
+    judge(sent)
+    assert "telemetry ends" in caplog.text
+
+
+def test_an_app_without_telemetry_has_no_topic_for_it(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", partitions=1)
+    app = App(name, source=f"{name}.in", telemetry=False)
+
+    @app.stage
+    async def work(_msg: Message) -> None: ...
+
+    Runner(log, name, tmp_path, app=app).run()
+    assert f"{name}.telemetry" not in log.cluster.topics()
+
+
+def test_sparks_progress_and_a_listener_have_the_figures_of_an_epoch(
+    spark: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    from keylane.spark.listener import EpochListener  # noqa: PLC0415 - Spark is imported where it is used
+
+    log.create(f"{name}.in", partitions=2)
+    sent = fill(log, f"{name}.in")
+    app = make(name, tmp_path)
+    told: list[EpochFigures] = []
+    heard = threading.Event()
+
+    def tell(figures: EpochFigures) -> None:
+        told.append(figures)
+        if figures.processed:
+            heard.set()
+
+    listener = EpochListener(name, f"{name}.in", bootstrap=log.bootstrap, tell=tell)
+    spark.streams.addListener(listener)
+    try:
+        query = app.start(spark, bootstrap=log.bootstrap, availableNow=True, outcomes="all")
+        query.awaitTermination()
+        assert heard.wait(10)
+    finally:
+        spark.streams.removeListener(listener)
+    judge(sent)
+    (first,) = (figures for figures in told if figures.processed)
+    assert (first.processed, first.dead, first.retries, first.lag) == (600, 1, 1, 0)
+    assert (first.app, first.told) == (name, first.tasks)
+    assert first.latency.count == pytest.approx(600, rel=0.2)
+    progress = next(p for p in query.recentProgress if p["observedMetrics"]["keylane"]["rows"])
+    assert progress["observedMetrics"]["keylane"].asDict() == {
+        "rows": 600, "ok": 599, "dead": 1, "parked": 0, "duplicate": 0, "retried": 1,
+    }  # fmt: skip
+    latest = progress["sources"][0]["latestOffset"]
+    latest = json.loads(latest) if isinstance(latest, str) else latest
+    assert latest["lag"] == 600
+    assert sum(latest["ends"].values()) == 600
