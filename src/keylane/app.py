@@ -159,6 +159,10 @@ class App:
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
     (seconds; 1, or 0.05 with exactly_once), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
+    ``origin_time=True`` writes the time of the first message of a chain of apps into the header ``origin-time`` of all
+    results; if not given, only where the sink gives records a time of its own. Else a result's timestamp is that of its
+    message, and says the same (``msg.origin_time`` reads both).
+
     ``ledger`` writes a record of every attempt to ``<name>.ledger``, of all keys or a share of them, for
     ``keylane verify``; in the transaction that commits the progress.
 
@@ -191,6 +195,7 @@ class App:
         drain_timeout: float = 30.0,
         observer: Observer | None = None,
         ledger: Ledger | None = None,
+        origin_time: bool | None = None,
     ) -> None:
         self.name = _topic_name("name", name)
         self.source = _topic_name("source", source)
@@ -297,6 +302,9 @@ class App:
         )
         self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
         self.observer = observer
+        if origin_time not in (None, True, False):
+            raise SettingsError(f"App {name!r}: origin_time={origin_time!r}: needs True, False or None")
+        self.origin_time = origin_time
         if ledger is not None and versions is not None:
             raise SettingsError(
                 f"App {name!r}: ledger= does not go with versions=: the audit knows order by offsets, and versions "

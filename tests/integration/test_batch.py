@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,17 +15,20 @@ import pyarrow.compute as pc
 import pytest
 
 from keylane import App, Message, Outcome, Poison, Retry, Transient
-from keylane.testing import HistoryWriter, check_results
+from keylane.testing import Harness, HistoryWriter, check_results
 from support import ids
 from tasks import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
+    from pyspark.sql import SparkSession
+
+    from keylane.broker import Broker
     from keylane.testing import Verdict
     from support import Log
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MESSAGES, KEYS = 4_000, 200
 
 
@@ -93,3 +101,60 @@ def test_batches_keep_the_order_of_every_key_and_failures_are_each_messages_own(
     check_results(ids(kept), ids(rows)).raise_if_bad()
     assert sum(sizes) / len(sizes) > 5
     assert not log.lag(name, f"{name}.in")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("scoring")
+
+
+def test_the_example_scores_in_batches_and_in_order(example: Any) -> None:
+    harness = Harness(example.app)
+    for number in range(300):
+        amount = b"1e9" if number == 77 else b'"a lot"' if number == 99 else b"%d" % number
+        harness.send(key=b"c%d" % (number % 40), value=b'{"amount": %s, "abroad": 1, "hour": 3}' % amount)
+    result = harness.run()
+    result.verdict.raise_if_bad()
+    (dead,) = result.dead
+    assert dead.message.startswith("no payment")
+    found = [json.loads(written.value) for written in result.results]
+    assert [payment["amount"] for payment in found if payment["stop"]] == [
+        payment["amount"] for payment in found if payment["fraud"] > 0.5
+    ]
+    assert any(payment["stop"] for payment in found)
+    assert not all(payment["stop"] for payment in found)
+    assert max(payment["batch"] for payment in found) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_example_scores_every_payment_in_the_order_of_its_card(
+    log: Log, broker: Broker, spark: SparkSession, example: Any
+) -> None:
+    scoring = example
+    log.create(scoring.app.source, scoring.app.sink, partitions=scoring.PARTITIONS)
+    expected = scoring.publish(broker.bootstrap, 5_000)
+    query = scoring.app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    assert query.awaitTermination(100)
+    found = scoring.read(broker.bootstrap, 4_950)
+    assert scoring.judge(expected, found) == []
+    sizes = [json.loads(msg.value)["batch"] for msg in found]
+    assert sum(sizes) / len(sizes) > 10, "most of them share their call with others"
+    assert log.count("scoring.dlq") == 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_example_runs_by_one_command() -> None:
+    told = subprocess.run(
+        [sys.executable, "scoring.py", "--messages", "3000"],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        timeout=190,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "2,970 payments" in told.stdout
+    assert "each card's in order: yes" in told.stdout
