@@ -91,8 +91,9 @@ class Ground:
         found = self.cluster.committed(name, source, range(PARTITIONS))
         return sum(end - found.get(p, (0, None))[0] for p, end in ends.items())
 
-    def reader(self, name: str, partitions: int = PARTITIONS) -> Any:
-        """Of the sink, from its beginning: only what is committed."""
+    def reader(self, name: str, partitions: int = PARTITIONS, topic: str = "") -> Any:
+        """Of the sink, or another topic, from its beginning: only what is committed."""
+        topic = topic or f"{name}.out"
         reader = Consumer(
             {
                 "bootstrap.servers": self.bootstrap,
@@ -103,8 +104,8 @@ class Ground:
                 "enable.partition.eof": False,
             }
         )
-        reader.list_topics(f"{name}.out", timeout=10)
-        reader.assign([TopicPartition(f"{name}.out", p, 0) for p in range(partitions)])
+        reader.list_topics(topic, timeout=10)
+        reader.assign([TopicPartition(topic, p, 0) for p in range(partitions)])
         return reader
 
 

@@ -98,6 +98,7 @@ class Runner:
                     until=ends and {one.partition: ends[one.partition] for one in ranges},
                     seconds=seconds or 30,
                     sink_limit=sink_limit or topics.sink_limit,
+                    sink_stamps=topics.sink_stamps,
                     partitions=count,
                 ),
             )

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
+from keylane.batch import Batching
 from keylane.core.breaker import Breaker
 from keylane.core.flood import FloodGuard
 from keylane.core.ledger import Ledger
@@ -20,7 +21,7 @@ from keylane.core.seen import Idempotency
 from keylane.core.telemetry import Telemetry, topic_of
 from keylane.core.versions import Versioned
 from keylane.errors import SettingsError
-from keylane.signature import needs_of, read_signature
+from keylane.signature import needs_of, read_batch_signature, read_signature
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -74,6 +75,8 @@ class Stage:
     classify: Rule | None
     types: tuple[str, ...] | None = None
     """The event types of a handler, none for the one of all others; None for a stage."""
+    batching: Batching | None = None
+    """Of a batch stage."""
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -157,6 +160,10 @@ class App:
     ``capacity`` bounds the messages a task holds in memory, ``commit_interval`` is how often progress is written
     (seconds; 1, or 0.05 with exactly_once), ``drain_timeout`` how long the end of an epoch waits for what is running.
 
+    ``origin_time=True`` writes the time of the first message of a chain of apps into the header ``origin-time`` of all
+    results; if not given, only where the sink gives records a time of its own. Else a result's timestamp is that of its
+    message, and says the same (``msg.origin_time`` reads both).
+
     ``ledger`` writes a record of every attempt to ``<name>.ledger``, of all keys or a share of them, for
     ``keylane verify``; in the transaction that commits the progress.
 
@@ -193,6 +200,7 @@ class App:
         observer: Observer | None = None,
         ledger: Ledger | None = None,
         telemetry: bool | Telemetry = True,
+        origin_time: bool | None = None,
     ) -> None:
         self.name = _topic_name("name", name)
         self.source = _topic_name("source", source)
@@ -299,6 +307,9 @@ class App:
         )
         self.drain_timeout = _more_than_zero("drain_timeout", drain_timeout)
         self.observer = observer
+        if origin_time not in (None, True, False):
+            raise SettingsError(f"App {name!r}: origin_time={origin_time!r}: needs True, False or None")
+        self.origin_time = origin_time
         if ledger is not None and versions is not None:
             raise SettingsError(
                 f"App {name!r}: ledger= does not go with versions=: the audit knows order by offsets, and versions "
@@ -391,6 +402,57 @@ class App:
 
         return declare if function is None else declare(function)
 
+    @overload
+    def batch_stage(self, function: F, /) -> F: ...
+    @overload
+    def batch_stage(
+        self,
+        /,
+        *,
+        max_size: int = 64,
+        max_wait: float = 0.005,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
+    ) -> Callable[[F], F]: ...
+    def batch_stage(
+        self,
+        function: F | None = None,
+        /,
+        *,
+        max_size: int = 64,
+        max_wait: float = 0.005,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+        classify: Rule | None = None,
+    ) -> F | Callable[[F], F]:
+        """Declare a stage that is given the messages of many lanes at once, never two of one: a model, a bulk call.
+
+        It takes ``list[Message]``, a list of payloads, or a ``pyarrow.Table``, as its first parameter is annotated, and
+        returns a list (or an Arrow array) with one result for each, in order. An exception in the list is the failure
+        of that message alone; one that is raised is that of all, and each takes its own course. What is no list, or
+        not as long, is poison for all of them.
+
+        A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most, unless all
+        of ``limit`` batches are running: then it grows. Other options as for :meth:`stage`; ``timeout`` is for the
+        whole call, and ``breaker`` counts messages: of a batch that fails, all of them.
+        """
+        options = _Options(retry=retry, breaker=breaker, timeout=timeout, limit=limit, classify=classify)
+
+        def declare(function: F) -> F:
+            where = f"App {self.name!r}, batch stage {_name_of(function)!r}"
+            size = _at_least(f"max_size of {where}", max_size, 1)
+            if type(max_wait) not in (int, float) or not 0 <= max_wait < inf:
+                raise SettingsError(f"max_wait of {where}={max_wait!r}: needs a number of seconds, 0 or more")
+            batching = Batching(max_size=size, max_wait=float(max_wait))
+            return self._declare(function, options, types=None, batching=batching)
+
+        return declare if function is None else declare(function)
+
     def on(
         self,
         *types: str,
@@ -457,11 +519,18 @@ class App:
 
         return declare if function is None else declare(function)
 
-    def _declare(self, function: F, options: _Options, *, types: tuple[str, ...] | None) -> F:
-        name = getattr(function, "__name__", type(function).__name__)
-        what = "stage" if types is None else "handler"
+    def _declare(
+        self,
+        function: F,
+        options: _Options,
+        *,
+        types: tuple[str, ...] | None,
+        batching: Batching | None = None,
+    ) -> F:
+        name = _name_of(function)
+        what = "handler" if types is not None else "stage" if batching is None else "batch stage"
         where = f"App {self.name!r}, {what} {name!r}"
-        takes = read_signature(function, where)
+        takes = (read_signature if batching is None else read_batch_signature)(function, where)
         options.check(where, is_async=_is_async(function))
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
             raise SettingsError(
@@ -489,6 +558,7 @@ class App:
                 breaker=options.breaker,
                 classify=options.classify,
                 types=types,
+                batching=batching,
             )
         )
         return function
@@ -500,7 +570,7 @@ class App:
         closes it), or returns it when there is nothing to close. Stages take it by its name as a parameter, and so do
         resources that are declared after it.
         """
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _name_of(function)
         where = f"App {self.name!r}, resource {name!r}"
         if name in self.resources:
             raise SettingsError(f"{where}: there is a resource of this name already")
@@ -673,6 +743,10 @@ def _order(name: str, order: object, on_failure: object) -> Order:
 def _is_async(function: Callable[..., Any]) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async counts
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _header_name(name: object) -> bool:

@@ -14,6 +14,9 @@ Headers = list[tuple[str, bytes | None]]
 EVENT_ID = "event-id"
 EVENT_TYPE = "event-type"
 EVENT_VERSION = "event-version"
+ORIGIN_TIME = "origin-time"
+TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
+"""The trace context of W3C."""
 
 
 class Record(Protocol):
@@ -47,6 +50,13 @@ def last(headers: Sequence[tuple[str, bytes | None]], name: str) -> bytes | None
         if found == name and value is not None:
             return value
     return None
+
+
+def with_origin(message: Message, headers: Headers) -> Headers:
+    """The headers of a result, and the origin time of its message where they do not have it."""
+    if last(headers, ORIGIN_TIME) is not None or (at := message.origin_time) is None:
+        return headers
+    return [*headers, (ORIGIN_TIME, b"%d" % at)]
 
 
 class Message:
@@ -90,6 +100,27 @@ class Message:
         """Milliseconds since 1970, set by the producer or the broker; None when the record carries none."""
         kind, milliseconds = self._record.timestamp()
         return milliseconds if kind else None
+
+    @property
+    def origin_time(self) -> int | None:
+        """Milliseconds since 1970: when the first message of a chain of apps was written, of which this one came.
+
+        The header ``origin-time``, or the message's own timestamp, which results take over from their message.
+        """
+        found = last(self.headers, ORIGIN_TIME)
+        return int(found) if found is not None and found.isdigit() else self.timestamp
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """The headers ``traceparent`` and ``tracestate`` of W3C, for calls to others; empty when there is no trace."""
+        parents = [value for name, value in self.headers if name == TRACE_PARENT and value is not None]
+        if len(parents) != 1:  # several are as good as none
+            return {}
+        found = {TRACE_PARENT: parents[0].decode("ascii", "replace")}
+        states = [value for name, value in self.headers if name == TRACE_STATE and value]
+        if states:
+            found[TRACE_STATE] = b",".join(states).decode("ascii", "replace")
+        return found
 
     @property
     def event_id(self) -> str:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import typing
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from keylane.payload import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+
+_LISTS = ("Sequence", "Iterable", "Collection")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Signature:
     """The parameter for the message beside a payload."""
     misplaced: tuple[str, ...] = ()
     """Parameters behind the message whose type is a payload's."""
+    table: bool = False
+    """Of a batch stage: it is given an Arrow table, not a list of messages or payloads."""
 
 
 def read_signature(function: Callable[..., Any], where: str) -> Signature:
@@ -53,6 +59,31 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
         )
     resources = tuple(name for name in _by_name(rest, where) if name not in asks)
     return Signature(resources=resources, payload=payload, message=asks[0] if asks else None)
+
+
+def read_batch_signature(function: Callable[..., Any], where: str) -> Signature:
+    """Of a batch stage. Raises :class:`SettingsError` for one that makes no sense."""
+    parameters = _parameters(function, where)
+    if not parameters:
+        raise SettingsError(f"{where}: it takes no argument; a batch stage is given a list of messages")
+    first, *rest = parameters
+    if first.kind is first.KEYWORD_ONLY:
+        raise SettingsError(f"{where}: {first.name!r} is keyword-only; the messages come by position")
+    names = _names_around()
+    annotation = _annotation(function, first, names)
+    resources = _by_name(rest, where)
+    if _is_table(annotation):
+        return Signature(resources=resources, payload=None, message=None, table=True)
+    item = _item_of(annotation)
+    payload = Payload.of(item)
+    if payload is not None:
+        return Signature(resources=resources, payload=payload.prepared(where, names), message=None)
+    if item is None or not _is_message(item):
+        raise SettingsError(
+            f"{where}: {first.name!r} is annotated with {_told(annotation)!r}; a batch stage is given list[Message], a "
+            "list of payloads (a dataclass, a msgspec.Struct or a pydantic model), or a pyarrow.Table"
+        )
+    return Signature(resources=resources, payload=None, message=None)
 
 
 def needs_of(function: Callable[..., Any], where: str) -> tuple[str, ...]:
@@ -104,6 +135,28 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, name
         return found
 
 
+def _is_table(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation in ("Table", "pa.Table", "pyarrow.Table")
+    return (
+        isinstance(annotation, type)
+        and annotation.__name__ == "Table"
+        and annotation.__module__.partition(".")[0] == "pyarrow"
+    )
+
+
+def _item_of(annotation: Any) -> Any:
+    """What a list is annotated to hold; None for what is no list."""
+    if annotation in (inspect.Parameter.empty, Any, object, list, Sequence, Iterable, Collection):
+        return Any
+    if isinstance(annotation, str):
+        container, _, inner = annotation.removesuffix("]").partition("[")
+        return inner if container.rpartition(".")[2] in ("list", "List", *_LISTS) and inner else None
+    if typing.get_origin(annotation) in (list, Sequence, Iterable, Collection):
+        return typing.get_args(annotation)[0]
+    return None
+
+
 def _is_message(annotation: Any) -> bool:
     if annotation in (inspect.Parameter.empty, Any, object) or isinstance(annotation, typing.TypeVar):
         return True
@@ -131,8 +184,13 @@ def _no_sense(name: str, annotation: Any) -> str:
             f"the type {annotation!r} of {name!r} is not known where the app is built; import it there, "
             "not under 'if TYPE_CHECKING'"
         )
-    told = getattr(annotation, "__name__", None) or repr(annotation)
     return (
-        f"{name!r} is annotated with {told!r}; the first parameter is the message (keylane.Message), or its "
-        "payload: a dataclass, a msgspec.Struct or a pydantic model"
+        f"{name!r} is annotated with {_told(annotation)!r}; the first parameter is the message (keylane.Message), or "
+        "its payload: a dataclass, a msgspec.Struct or a pydantic model"
     )
+
+
+def _told(annotation: Any) -> str:
+    if isinstance(annotation, str):
+        return annotation
+    return getattr(annotation, "__name__", None) or repr(annotation)

@@ -88,13 +88,8 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    for document in (
-        "docs/failures.md",
-        "docs/events.md",
-        "docs/testing.md",
-        "docs/audit.md",
-        "docs/telemetry.md",
-    ):
+    documents = ("failures", "events", "batching", "testing", "audit", "telemetry")
+    for document in (f"docs/{name}.md" for name in documents):
         snippets = blocks(document, "python")
         assert snippets
         for snippet in snippets:

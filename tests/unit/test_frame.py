@@ -324,3 +324,26 @@ def test_an_app_without_a_sink_has_no_results() -> None:
     kept.stage(shop().stages[0].function)
     (found,) = run(kept, [batch([{"key": b"a", "value": b"x", "order_0": 1}])])
     assert found["result"] == b"X"
+
+
+def test_a_batch_stage_runs_over_a_frame_in_order() -> None:
+    sizes: list[int] = []
+    app = App("scores", source="in", sink="out", retry=QUICK)
+
+    @app.batch_stage(max_size=16)
+    async def score(msgs: list[Message]) -> list[Any]:
+        sizes.append(len(msgs))
+        assert len({msg.key for msg in msgs}) == len(msgs)
+        await asyncio.sleep(0.0005)
+        return [
+            Transient("not yet") if msg.offset % 50 == 7 and msg.attempt == 1 else msg.value for msg in msgs
+        ]
+
+    rows = run(app, [batch(numbered(500, 40))])
+    assert len(rows) == 500
+    for key, found in by_key(rows).items():
+        assert [row["result"] for row in found] == [
+            row["value"] for row in numbered(500, 40) if row["key"] == key
+        ]
+    assert max(sizes) == 16
+    assert len(sizes) < 120

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keylane import Message
+from keylane.message import with_origin
 from keylane.testing import MemoryRecord
 
 Headers = list[tuple[str, bytes | None]]
@@ -153,3 +154,35 @@ def test_a_header_name_that_the_client_cannot_read_raises_when_asked_for() -> No
     assert msg.position == "t/0/0"
     with pytest.raises(UnicodeDecodeError):
         _ = msg.headers
+
+
+# What travels along a chain of apps.
+
+
+def test_the_origin_time_is_the_header_or_else_the_timestamp() -> None:
+    assert Message(record(timestamp=5)).origin_time == 5
+    assert Message(record(("origin-time", b"3"), timestamp=5)).origin_time == 3
+    assert Message(record(("origin-time", b"soon"), timestamp=5)).origin_time == 5
+    assert Message(record(("origin-time", None))).origin_time is None
+
+
+def test_a_result_gets_the_origin_time_once() -> None:
+    first = Message(record(("a", b"b"), timestamp=5))
+    headers = with_origin(first, first.headers)
+    assert headers == [("a", b"b"), ("origin-time", b"5")]
+    assert first.headers == [("a", b"b")]
+    second = Message(record(*headers, timestamp=9))
+    assert with_origin(second, second.headers) == headers
+    nothing = Message(record())
+    assert with_origin(nothing, nothing.headers) == []
+
+
+def test_the_trace_is_what_a_client_sends_on() -> None:
+    parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    assert Message(record(("traceparent", parent))).trace == {"traceparent": parent.decode()}
+    both = Message(record(("traceparent", parent), ("tracestate", b"a=1"), ("tracestate", b"b=2")))
+    assert both.trace == {"traceparent": parent.decode(), "tracestate": "a=1,b=2"}
+    assert Message(record(("tracestate", b"a=1"))).trace == {}
+    assert Message(record(("traceparent", parent), ("traceparent", parent))).trace == {}, (
+        "W3C: as good as none"
+    )

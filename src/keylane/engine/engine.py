@@ -203,6 +203,9 @@ class Engine:
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self.stops = Stops(self, output)
         self.course = Course(self, app, self._all_steps, rng=rng)
+        self._batchers = [step.batcher for step in self._all_steps if step.batcher is not None]
+        for batcher in self._batchers:
+            batcher.attach(self.table, alone=app.order == "global")
 
     # What the task calls.
 
@@ -272,6 +275,8 @@ class Engine:
         """
         table = self.table
         table.close()
+        for batcher in self._batchers:
+            batcher.hurry()
         deadline = self.now() + timeout
 
         def rested() -> bool:

@@ -56,7 +56,7 @@ class Gate:
 
     def guard(self, call: Callable[[Message], Awaitable[Any]]) -> Callable[[Message], Awaitable[Any]]:
         """The stage behind the gate. Raises :class:`GateShutError` when it may not be called now."""
-        circuit, now, transient = self.circuit, self._loop.time, self._transient
+        circuit, now = self.circuit, self._loop.time
 
         async def guarded(message: Message) -> Any:
             if not circuit.admit(now()):
@@ -65,11 +65,7 @@ class Gate:
             try:
                 value = await call(message)
             except BaseException as error:
-                if isinstance(error, Exception) and transient(error):
-                    circuit.failed(now(), generation)
-                else:
-                    circuit.dropped(now(), generation)
-                self._let_in()
+                self.ended(generation, error)
                 raise
             circuit.succeeded(now(), generation)
             if self._waiting:
@@ -78,10 +74,32 @@ class Gate:
 
         return guarded
 
+    def admit(self) -> int | None:
+        """Whether a call may start now: then its generation, to be handed back by :meth:`ended`."""
+        return self.circuit.generation if self.circuit.admit(self._loop.time()) else None
+
+    def ended(self, generation: int, error: BaseException | None) -> None:
+        """A call that was admitted has ended."""
+        now = self._loop.time()
+        if error is None:
+            self.circuit.succeeded(now, generation)
+            if not self._waiting:
+                return
+        elif isinstance(error, Exception) and self._transient(error):
+            self.circuit.failed(now, generation)
+        else:
+            self.circuit.dropped(now, generation)
+        self._let_in()
+
     def wait(self, lane: Lane[Delivery]) -> None:
         """The lane came to the shut gate."""
         self._waiting.append(lane)
         self._let_in()
+
+    @property
+    def shut(self) -> bool:
+        """Whether no call may start now."""
+        return self.circuit.room(self._loop.time()) == 0
 
     @property
     def waiting(self) -> int:

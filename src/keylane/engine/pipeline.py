@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keylane.core.classify import Failure, classify
+from keylane.engine.batch import Batcher
 from keylane.engine.gate import Gate
 from keylane.errors import Poison, ResourceError
 
@@ -42,6 +43,8 @@ class Step:
     """Its breaker at work."""
     threads: set[int]
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
+    batcher: Batcher | None = None
+    """Of a batch stage: it brings messages together."""
 
 
 @asynccontextmanager
@@ -88,13 +91,14 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
     function = stage.function
     threads: set[int] = set()
     rules = tuple(rule for rule in (stage.classify, app.classify) if rule is not None)
-    gate = None
+    gate = batcher = None
+    read = None if stage.takes.payload is None else stage.takes.payload.reader()
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
-    if stage.takes.payload is not None:
-        function = _typed(function, stage.takes.payload.reader(), stage.takes.message)
+    if read is not None and stage.batching is None:
+        function = _typed(function, read, stage.takes.message)
     if not stage.is_async:
-        function = _threaded(stage, function, threads, stack, app.retry_share)
+        function = _threaded(stage, function, threads, stack)
     elif stage.timeout is not None:
         function = _timed(stage.name, function, stage.timeout)
     if stage.breaker is not None:
@@ -104,11 +108,26 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
             loop=asyncio.get_running_loop(),
             transient=lambda error: classify(error, rules).failure is Failure.TRANSIENT,
         )
-        function = gate.guard(function)
-    if stage.is_async and stage.limit is not None:
-        function = _limited(
-            function, stage.limit, app.retry_share
-        )  # around the gate: who waits here has not been let in yet
+    if stage.batching is not None:
+        batcher = Batcher(
+            stage.name,
+            stage.batching,
+            function,
+            limit=stage.limit if stage.is_async else stage.limit or THREADS,
+            retry_share=app.retry_share,
+            read=read,
+            table=stage.takes.table,
+            gate=gate,
+        )
+        function = batcher.call
+    else:
+        if not stage.is_async:
+            function = _retries_limited(function, stage.limit or THREADS, app.retry_share)
+        if gate is not None:
+            function = gate.guard(function)
+        if stage.is_async and stage.limit is not None:
+            # Around the gate: who waits here has not been let in yet.
+            function = _limited(function, stage.limit, app.retry_share)
     return Step(
         name=stage.name,
         call=function,
@@ -116,6 +135,7 @@ def _step(app: App, stage: Stage, opened: dict[str, Any], stack: AsyncExitStack)
         rules=rules,
         gate=gate,
         threads=threads,
+        batcher=batcher,
     )
 
 
@@ -130,42 +150,37 @@ def _typed(function: Callable[..., Any], read: Read, message_name: str | None) -
 
 
 def _threaded(
-    stage: Stage,
-    function: Callable[[Message], Any],
-    threads: set[int],
-    stack: AsyncExitStack,
-    retry_share: float,
-) -> Callable[[Message], Awaitable[Any]]:
+    stage: Stage, function: Callable[[Any], Any], threads: set[int], stack: AsyncExitStack
+) -> Callable[[Any], Awaitable[Any]]:
     # A pool per stage: threads that wait in one stage take none from another. Its size is the stage's limit.
-    size = stage.limit or THREADS
-    pool = ThreadPoolExecutor(size, thread_name_prefix=f"stage-{stage.name}")
+    pool = ThreadPoolExecutor(stage.limit or THREADS, thread_name_prefix=f"stage-{stage.name}")
     stack.callback(pool.shutdown, wait=False, cancel_futures=True)
     loop = asyncio.get_running_loop()
 
-    def guarded(message: Message) -> Any:
+    def guarded(given: Any) -> Any:
         me = threading.get_ident()
         threads.add(me)
         try:
-            return function(message)
+            return function(given)
         except StopIteration as error:  # a future cannot carry it: it would never be done
             raise RuntimeError("the stage raised StopIteration") from error
         finally:
             threads.discard(me)
 
-    def call(message: Message) -> Awaitable[Any]:
-        return loop.run_in_executor(pool, guarded, message)
+    def call(given: Any) -> Awaitable[Any]:
+        return loop.run_in_executor(pool, guarded, given)
 
-    return _retries_limited(call, size, retry_share)
+    return call
 
 
 def _timed(
-    name: str, function: Callable[[Message], Awaitable[Any]], timeout: float
-) -> Callable[[Message], Awaitable[Any]]:
-    async def call(message: Message) -> Any:
+    name: str, function: Callable[[Any], Awaitable[Any]], timeout: float
+) -> Callable[[Any], Awaitable[Any]]:
+    async def call(given: Any) -> Any:
         scope = asyncio.timeout(timeout)
         try:
             async with scope:
-                return await function(message)
+                return await function(given)
         except TimeoutError as error:
             if scope.expired():
                 raise TimeoutError(f"stage {name!r} took longer than {timeout:g} s") from error

@@ -116,6 +116,8 @@ class Topics:
     """Of the source."""
     sink_limit: int
     """The sink's ``max.message.bytes``; 0 without a sink."""
+    sink_stamps: bool
+    """Whether the sink gives records a time of its own."""
 
 
 class Cluster:
@@ -157,10 +159,11 @@ class Cluster:
     def prepare(self, app: App) -> Topics:
         """Check the app's source and sink and create the topics it owns."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
-        sink_limit = 0
+        sink_limit, stamps = 0, False
         if app.sink is not None:
             self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
+            stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:
             self._offer(app.telemetry_topic, TELEMETRY)
         source_limit = self.setting(app.source, "max.message.bytes")
@@ -170,7 +173,8 @@ class Cluster:
         if app.state not in self.topics():  # else it has the layout in force: the planner makes it grow
             # What was written last is not compacted: small segments keep that little, and a task reads all of it.
             self.ensure(app.state, count, {"cleanup.policy": "compact", "segment.bytes": str(STATE_SEGMENT)})
-        return Topics(partitions=min(count, self.partitions(app.state)), sink_limit=sink_limit)
+        known = min(count, self.partitions(app.state))
+        return Topics(partitions=known, sink_limit=sink_limit, sink_stamps=stamps)
 
     def _offer(self, topic: str, config: dict[str, str]) -> None:
         """Ask for a topic of one partition without waiting for it: who writes there can do without."""

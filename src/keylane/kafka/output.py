@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.engine.dispatch import with_event_id
 from keylane.errors import Poison
-from keylane.message import EVENT_ID
+from keylane.message import EVENT_ID, with_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,8 @@ class _All:
 class KafkaOutput:
     """An :class:`~keylane.engine.engine.Output`. Key, headers and timestamp go over as they came.
 
+    ``stamps``: the sink gives records a time of its own, so the origin's goes into a header.
+
     With ``delivery="at_least_once"`` results go through the seat's idempotent producer, whose delivery reports call
     the deliveries, and records through the scribe's next transaction. With ``"exactly_once"`` everything goes into the
     open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
@@ -57,7 +59,9 @@ class KafkaOutput:
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
 
-    def __init__(self, seat: Seat, graveyard: Graveyard, app: App, *, limit: int) -> None:
+    def __init__(
+        self, seat: Seat, graveyard: Graveyard, app: App, *, limit: int, stamps: bool = False
+    ) -> None:
         self._graveyard = graveyard
         self._scribe = seat.scribe
         self._exact = app.delivery == "exactly_once"
@@ -65,6 +69,7 @@ class KafkaOutput:
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
+        self._origin = stamps if app.origin_time is None else app.origin_time
 
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Raises :class:`Poison` when the value is larger than the sink takes."""
@@ -78,6 +83,8 @@ class KafkaOutput:
                 break
         else:
             headers = [*headers, (EVENT_ID, delivery.position.encode())]
+        if self._origin:
+            headers = with_origin(delivery, headers)
         if len(value) > self._limit - 1024:
             self._check_size(delivery, value, headers)
         if self._producer is None:
@@ -97,6 +104,8 @@ class KafkaOutput:
             self.result(delivery, values[0][0])
             return
         all_headers = [with_event_id(delivery, handler) for _, handler in values]
+        if self._origin:
+            all_headers = [with_origin(delivery, headers) for headers in all_headers]
         for (value, _), headers in zip(values, all_headers, strict=True):
             self._check_size(delivery, value, headers)
         report = delivery if len(values) == 1 else _All(delivery, len(values))

@@ -87,6 +87,8 @@ class TaskPlan:
     seconds: float
     sink_limit: int
     """The sink's ``max.message.bytes``."""
+    sink_stamps: bool = False
+    """Whether it gives records a time of its own."""
     outcomes: str = "all"
     partitions: int = 0
     """Of the source, when it was planned."""
@@ -192,7 +194,7 @@ class Task:
         )
         starts = await asyncio.to_thread(self._books.restore, seat, claims, state, plan)
         graveyard = Graveyard(seat, app, self._refused)
-        output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit)
+        output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit, stamps=plan.sink_stamps)
         rereader = Rereader(
             plan.settings,
             app.name,

@@ -129,6 +129,7 @@ def _plan(
         order=app.order,
         split=app.order in ("key", "none") and app.commit == "live",
         sink_limit=topics.sink_limit,
+        sink_stamps=topics.sink_stamps,
         outcomes=options.outcomes,
         commit=app.commit,
         log_format=options.log_format,

@@ -61,6 +61,7 @@ class RunPlan:
     split: bool
     """Whether several tasks may share a partition."""
     sink_limit: int
+    sink_stamps: bool
     outcomes: str
     commit: str
     log_format: str = "text"
@@ -250,6 +251,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     else {one.partition: until.get(one.partition, 0) for one in ranges},
                     seconds=plan.epoch,
                     sink_limit=plan.sink_limit,
+                    sink_stamps=plan.sink_stamps,
                     outcomes=plan.outcomes,
                     partitions=end["of"],
                     order=end["order"],

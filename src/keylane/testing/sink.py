@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keylane.engine.dispatch import with_event_id
-from keylane.message import EVENT_ID
+from keylane.message import EVENT_ID, with_origin
 
 if TYPE_CHECKING:
     import random
@@ -35,6 +35,8 @@ class Written:
     headers: Headers
     partition: int
     offset: int
+    timestamp: int | None = None
+    """Its message's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class MemorySink:
         self.dead_letters: list[Dead] = []
         self.notes: dict[tuple[int, bytes], bytes] = {}  # the state topic
         self._sink, self._dlq = app.sink or "", app.dlq
+        self._origin = bool(app.origin_time)
         self._log = log
         self._rng = rng
         self._latency = latency
@@ -106,15 +109,19 @@ class MemorySink:
             self._write(delivery, value, with_event_id(delivery, handler), last=number == len(values))
 
     def _write(self, delivery: Delivery, value: bytes, headers: Headers, *, last: bool) -> None:
-        key, topic = delivery.key, self._sink
+        key, topic, at = delivery.key, self._sink, delivery.timestamp
         partition = self._log.choose(topic, key)
+        if self._origin:
+            headers = with_origin(delivery, headers)
 
         def write() -> None:
             offset = self._log.append(
-                topic, key=key, value=value, headers=headers, partition=partition
+                topic, key=key, value=value, headers=headers, partition=partition, timestamp=at
             ).offset()
             self.results.append(
-                Written(key=key, value=value, headers=headers, partition=partition, offset=offset)
+                Written(
+                    key=key, value=value, headers=headers, partition=partition, offset=offset, timestamp=at
+                )
             )
 
         def tell() -> None:
