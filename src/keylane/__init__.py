@@ -23,10 +23,12 @@ from keylane.errors import (
     Transient,
     Undelivered,
 )
+from keylane.fact import Fact
 from keylane.frames import ordered
 from keylane.message import Message
 from keylane.publisher import Delivered, Publisher
 from keylane.read import Field
+from keylane.readmodel import ReadModel
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "DeadLetter",
     "Delivered",
     "DeliveryError",
+    "Fact",
     "Field",
     "FloodError",
     "FloodGuard",
@@ -49,6 +52,7 @@ __all__ = [
     "Outcome",
     "Poison",
     "Publisher",
+    "ReadModel",
     "ResourceError",
     "Retry",
     "SettingsError",
