@@ -24,10 +24,12 @@ from keylane.errors import (
     Transient,
     Undelivered,
 )
+from keylane.fact import Fact
 from keylane.frames import ordered
 from keylane.message import Message
 from keylane.publisher import Delivered, Publisher
 from keylane.read import Field
+from keylane.readmodel import ReadModel
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,7 @@ __all__ = [
     "DeadLetter",
     "Delivered",
     "DeliveryError",
+    "Fact",
     "Field",
     "FloodError",
     "FloodGuard",
@@ -50,6 +53,7 @@ __all__ = [
     "Outcome",
     "Poison",
     "Publisher",
+    "ReadModel",
     "ResourceError",
     "Retry",
     "SettingsError",

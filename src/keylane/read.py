@@ -38,6 +38,10 @@ class Field:
                 raise Poison(
                     f"the field {self.path!r} cannot be read: the value is no JSON: {error}"
                 ) from error
+        return self.inside(found)
+
+    def inside(self, value: Any) -> Any:
+        """The field of a value that was decoded, or None."""
         for name in self.path.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
-        return found
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        return value

@@ -126,13 +126,13 @@ class FrameRows:
         keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
         orders = list(zip(*(batch.column(name).to_pylist() for name in self._orders), strict=True))
         nothing = [None] * count
-        times = _milliseconds(batch.column("timestamp")) if plan.timestamp else nothing
+        times = milliseconds(batch.column("timestamp")) if plan.timestamp else nothing
         ids = batch.column("event_id").to_pylist() if plan.event_id else nothing
         if not plan.event_id and not plan.position:
             ids = [_text(order) for order in orders]
         headers = batch.column("headers").to_pylist() if plan.headers else nothing
         return [
-            FrameRecord(key, value, place, time, _headers(given, event_id), order)
+            FrameRecord(key, value, place, time, headers_of(given, event_id), order)
             for key, value, place, time, given, event_id, order in zip(
                 keys, values, self._places(batch), times, headers, ids, orders, strict=True
             )
@@ -236,12 +236,14 @@ def _blocked(outcome: Outcome, letter: DeadLetter | None) -> str:
     return "blocked" if letter is not None else "stopped"
 
 
-def _milliseconds(column: pa.Array) -> list[int | None]:
+def milliseconds(column: pa.Array) -> list[int | None]:
+    """Times as a message has them."""
     microseconds = column.cast(pa.timestamp("us", tz="UTC")).cast(pa.int64()).to_pylist()
     return [None if at is None else at // 1000 for at in microseconds]
 
 
-def _headers(given: list[dict[str, Any]] | None, event_id: bytes | None) -> Headers | None:
+def headers_of(given: list[dict[str, Any]] | None, event_id: bytes | None) -> Headers | None:
+    """A row's headers as a message has them, and the event id that its column says."""
     headers: Headers = [
         (header["key"], header["value"]) for header in given or () if header["key"] is not None
     ]

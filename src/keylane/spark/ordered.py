@@ -77,10 +77,10 @@ def run(df: DataFrame, app: App, named: Columns, partitions: int | None) -> Data
     if not plan.stream:
         # By the order first: so the rows of many keys come mixed, and their lanes run at once.
         rows = rows.sortWithinPartitions(*orders, "key")
-    return _map_in_arrow(rows, _function(pack(app), plan), ddl)
+    return map_in_arrow(rows, _function(pack(app), plan), ddl)
 
 
-def _map_in_arrow(
+def map_in_arrow(
     df: DataFrame, function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]], ddl: str
 ) -> DataFrame:
     """``df.mapInArrow(function, ddl)``, which asks for pandas although neither it nor the worker uses it."""
