@@ -11,6 +11,7 @@ from keylane import __version__
 from keylane.cli import broker, dlq, lanes
 from keylane.cli.bench import bench
 from keylane.cli.demo import demo
+from keylane.cli.doctor import doctor
 from keylane.cli.plan import plan
 from keylane.cli.run import run
 from keylane.cli.seed import seed
@@ -54,6 +55,7 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.command()(plan)
 app.command()(verify)
+app.command()(doctor)
 app.command(context_settings={"ignore_unknown_options": True})(bench)
 
 
