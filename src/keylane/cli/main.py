@@ -13,6 +13,7 @@ from keylane.cli.bench import bench
 from keylane.cli.demo import demo
 from keylane.cli.doctor import doctor
 from keylane.cli.plan import plan
+from keylane.cli.race import race
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.cli.verify import verify
@@ -48,6 +49,7 @@ def _root(
 
 
 app.command()(demo)
+app.command()(race)
 app.command()(run)
 app.add_typer(broker.app, name="broker")
 app.command()(seed)

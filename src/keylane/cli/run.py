@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from keylane.cli.stopper import AbandonedError, Stopper, last_resort, leave
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
+    from keylane.app import Order
     from keylane.cli.runner import Result
 
 
@@ -43,6 +44,12 @@ def run(
     ] = False,
     tasks: Annotated[
         int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of the app's own: key, partition, global or none. 'partition' is the sequential baseline."
+        ),
     ] = None,
     py_files: Annotated[
         str | None,
@@ -86,6 +93,7 @@ def run(
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
+    keylane run shop.orders:app --order partition --until-caught-up
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = Stopper(lambda line: say(console, line))
     console = Console(stderr=True)
@@ -106,6 +114,8 @@ def run(
         from keylane.spark.parcel import Parcel, load  # noqa: PLC0415
 
         app = load(reference)
+        if order is not None:
+            app = app.with_order(cast("Order", order))
         app.check()
         name = app.name
         settings = Options.parse(given, app.source).settings
@@ -114,7 +124,7 @@ def run(
 
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
 
-        parcel = Parcel(reference=reference, path=(folder,))
+        parcel = Parcel(reference=reference, path=(folder,), order=None if order is None else app.order)
         runner = Runner(
             app, settings, parcel, given, master=master, files=shipped, stopper=stopper, console=console
         )
