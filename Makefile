@@ -1,11 +1,13 @@
 # `make test` and `make demo` each work alone on a fresh clone; all they need is Python 3.11+ and Java 17+.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak replay replay-fault lock clean distclean run-env dev-env
+.PHONY: help demo test lint bench endurance soak replay replay-fault lock clean distclean run-env dev-env
 
 SEEDS ?= 1000
 SEED ?= 0
 DELIVERY ?= both
+MINUTES ?= 30
+ARGS ?=
 BIN := .venv/bin
 
 help: ## what can be made
@@ -22,11 +24,16 @@ lint: dev-env ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src tests $(wildcard bench examples)
 
-bench: dev-env ## measure throughput and latency
-	$(BIN)/python -m bench
+bench: dev-env ## measure throughput and latency beside the peers (ARGS="--quick --only drain,chat")
+	$(BIN)/python -m bench $(ARGS)
+ifeq ($(ARGS),)
 	$(BIN)/python -m bench.blocked
 	$(BIN)/python -m bench.skew
 	$(BIN)/python -m bench.telemetry
+endif
+
+endurance: dev-env ## half an hour at half load with failures: does anything grow? (MINUTES=30)
+	$(BIN)/python -m bench.endurance --minutes $(MINUTES)
 
 soak: dev-env ## the long campaigns: random cases, many seeds, faults (SEEDS=1000)
 	KEYLANE_HYPOTHESIS=explore $(BIN)/python -m pytest tests/unit --deselect tests/unit/test_schedules.py

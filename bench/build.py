@@ -46,6 +46,10 @@ def _maven(to: Path) -> list[list[str]]:
     return [["mvn", "-q", "-B", f"-DbuildDir={to}", f"-DoutputDirectory={to / 'libs'}", *goals]]
 
 
+def _jars(to: Path) -> list[list[str]]:
+    return [["mvn", "-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={to / 'libs'}"]]
+
+
 def _venv(to: Path) -> list[list[str]]:
     python = str(to / "bin" / "python")
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", "requirements.txt"]
@@ -61,8 +65,23 @@ JAVA = Product(
     commands=_maven,
 )
 PYTHON = Product(name="python", source=PEERS / "python", tools=(), commands=_venv)
-NEEDED = {"go": GO, "java": JAVA, "aiokafka": PYTHON, "raw": PYTHON}
-"""What a peer is built from. Keylane is there already."""
+PROSODY = Product(name="prosody", source=PEERS / "prosody", tools=(), commands=_venv)
+CASSANDRA = Product(name="cassandra", source=PEERS / "cassandra", tools=("java", "mvn"), commands=_jars)
+SPARK = Product(
+    name="spark-microbatch",
+    source=PEERS / "spark-microbatch",
+    tools=("java", "mvn"),
+    commands=lambda to: [*_venv(to), *_jars(to)],
+)
+NEEDED = {
+    "java": (JAVA,),
+    "aiokafka": (PYTHON,),
+    "raw": (PYTHON,),
+    "go": (GO,),
+    "prosody": (PROSODY, CASSANDRA),
+    "spark": (SPARK,),
+}
+"""What a peer is built from; it runs from the first of them. Keylane is there already."""
 
 
 class Workshop:

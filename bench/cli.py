@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import chat, drain, stuck
-from bench.build import Workshop, default_folder
+from bench import report
+from bench.build import CASSANDRA, Workshop, default_folder
+from bench.cassandra import Cassandra
 from bench.errors import BenchError
 from bench.field import PARTITIONS, Field
 from bench.lineup import NAMES, assemble
 from bench.machine import cores, facts
-from bench.report import Results, update_docs
 from bench.tool import Tool
+from bench.workloads import ALL, Sizes, Workload
+from bench.workloads import NAMES as WORKLOADS
 from keylane.broker import Broker, shown
 from keylane.errors import KeylaneError
 
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
+    from bench.lineup import Lineup
+    from bench.sheet import Sheet
+
 OUT = Path(__file__).parent / "results"
-WORKLOADS = ("drain", "chat", "stuck")
+LOCAL = OUT / "local"
+"""Not kept in the repository."""
 _BUSY = 0.25
 """Load average per core above which the figures are somebody else's as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and report; 0 when every row is sound."""
+    """Measure and report; 0 when every line that was measured is sound."""
     signal.signal(signal.SIGTERM, _terminated)
     given = _parser().parse_args(arguments)
     began = time.monotonic()
@@ -43,89 +49,150 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
+    out: Path = given.out or (LOCAL / "quick" if given.quick else OUT)
     try:
-        results, folder = _measure(given, say)
-        markdown = "\n\n".join(results.sections().values()) + "\n"
-        encoded = json.dumps(results.to_json(), indent=1)
-        (folder / "results.md").write_text(markdown, encoding="utf-8")
-        (folder / "results.json").write_text(encoded + "\n", encoding="utf-8")
-        print(encoded if given.json else markdown, flush=True)
-        say(f"written to {folder}")
+        if given.list:
+            print("\n".join(f"{one.name:15} {one.what}" for one in ALL))
+            return 0
+        measured = [] if given.report else _measure(given, out, say)
+        report.write(out)
+        name = "report.json" if given.json else "report.md"
+        print((out / name).read_text(encoding="utf-8"), flush=True)
+        say(f"written to {out}")
         if given.update_docs:
-            update_docs(results)
+            report.update_docs(out)
     except (BenchError, KeylaneError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for problem in results.problems:
+    problems = [problem for sheet in measured for problem in sheet.all_problems]
+    for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if results.problems else 0
+    return 1 if problems else 0
 
 
-def _measure(given: argparse.Namespace, say: Callable[[str], None]) -> tuple[Results, Path]:
-    wanted = given.peers.split(",")
-    unknown = [name for name in wanted if name not in NAMES]
-    if unknown:
-        raise BenchError(f"--peers {given.peers}: there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
-    if given.rounds < 1 or given.n < 1 or given.seconds <= 0 or given.rate <= 0:
-        raise BenchError("--rounds and --n need at least 1, --seconds and --rate a number above 0")
+def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -> list[Sheet]:
+    wanted = _chosen("--peers", given.peers, NAMES)
+    only = [*given.workload, *(given.only.split(",") if given.only else [])]
+    parts = _chosen(
+        "--only", ",".join(only) if only and "all" not in only else ",".join(WORKLOADS), WORKLOADS
+    )
+    sizes = _sizes(given)
+    rounds = given.rounds or (1 if given.quick else 3)
     machine = facts()
     if os.getloadavg()[0] > _BUSY * cores():
         say(f"the machine is busy (load average {os.getloadavg()[0]:.2f}): do not trust the figures")
     lineup = assemble(wanted, Workshop(given.build or default_folder(), say))
-    for name, why in lineup.left_out.items():
-        say(f"left out: {name}: {why}")
-    folder = given.out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
-    say("starting Kafka …")
-    with shown() as progress, Broker(progress=progress) as broker:
+    logs = (LOCAL / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
+    with ExitStack() as stack:
+        lineup, store = _store(lineup, logs, stack, say)
+        for name, why in lineup.left_out.items():
+            say(f"left out: {name}: {why}")
+        say("starting Kafka …")
+        with shown() as progress:
+            broker = stack.enter_context(Broker(progress=progress))
         ground = Field(
             brokers=broker.bootstrap,
             broker_pid=broker.nodes[0].pid,
             tool=Tool(lineup.tool, broker.bootstrap, PARTITIONS),
             lineup=lineup,
-            rounds=given.rounds,
-            logs=(folder / "logs").absolute(),
+            rounds=rounds,
+            logs=logs,
             say=say,
+            machine=machine,
+            store=store,
         )
-        results = Results(machine=machine, rounds=given.rounds, left_out=lineup.left_out)
-        parts = WORKLOADS if given.workload == "all" else (given.workload,)
-        if "drain" in parts:
-            results = replace(results, drain=drain.measure(ground, drain.Settings(n=given.n)))
-        if "chat" in parts:
-            settings = chat.Settings(
-                rate=given.rate, seconds=given.seconds, fail=given.fail, rotate=given.rotate
-            )
-            results = replace(results, chat=chat.measure(ground, settings))
-        if "stuck" in parts:
-            results = replace(
-                results, stuck=stuck.measure(ground, stuck.Settings(rate=given.rate, seconds=given.seconds))
-            )
-    return results, folder
+        return [_one(workload, ground, sizes, out) for workload in ALL if workload.name in parts]
+
+
+def _one(workload: Workload, ground: Field, sizes: Sizes, out: Path) -> Sheet:
+    """Measure it and write its file at once: a run that is ended later has this one done."""
+    sheet = workload.measure(ground, sizes)
+    if sheet.lines:
+        sheet.write(out)
+    return sheet
+
+
+def _store(
+    lineup: Lineup, logs: Path, stack: ExitStack, say: Callable[[str], None]
+) -> tuple[Lineup, Cassandra | None]:
+    if "prosody" not in lineup.built:
+        return lineup, None
+    say("starting Cassandra, which prosody needs …")
+    try:
+        store = stack.enter_context(Cassandra(lineup.built[CASSANDRA.name], logs / "cassandra"))
+    except BenchError as error:
+        built = {name: place for name, place in lineup.built.items() if name != "prosody"}
+        return replace(lineup, built=built, left_out=lineup.left_out | {"prosody": str(error)}), None
+    return replace(lineup, store=store.address), store
+
+
+def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in found if name not in known]
+    if unknown or not found:
+        what = f"there is no {unknown[0]!r}" if unknown else "names nothing"
+        raise BenchError(f"{option} {text}: {what}; there are {', '.join(known)}")
+    return found
+
+
+def _sizes(given: argparse.Namespace) -> Sizes:
+    for name in ("rounds", "n", "seconds", "rate"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            raise BenchError(f"--{name} {value:g}: needs a number above 0")
+    if not 0 <= given.fail <= 100:
+        raise BenchError(f"--fail {given.fail}: needs a percentage, 0 to 100")
+    return Sizes(
+        n=given.n,
+        rate=given.rate,
+        seconds=given.seconds,
+        rates=tuple(map(float, _numbers("--rates", given.rates))) if given.rates else None,
+        keys=_numbers("--keys", given.keys) if given.keys else None,
+        backlogs=_numbers("--backlogs", given.backlogs) if given.backlogs else None,
+        fail=given.fail,
+        rotate=given.rotate,
+        quick=given.quick,
+    )
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise BenchError(f"{option} {text}: needs whole numbers above 0 with commas, for example 1000,20000")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("workload", nargs="?", default="all", choices=("all", *WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (%(default)s)")
+    parser.add_argument("workload", nargs="*", help="all, or some of those that --list shows")
+    parser.add_argument("--only", help="the same with commas")
     parser.add_argument("--peers", default=",".join(NAMES), help="which, with commas (%(default)s)")
-    parser.add_argument("--n", type=int, default=300_000, help="drain: messages (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one small round, to bench/results/local/quick")
+    parser.add_argument("--list", action="store_true", help="the workloads, and nothing else")
     parser.add_argument(
-        "--rate", type=float, default=2_000.0, help="chat, stuck: messages per second (%(default)s)"
+        "--report", action="store_true", help="measure nothing: the report from what is there"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=30.0, help="chat, stuck: length of a load (%(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, help="how often each is measured (3; with --quick 1)")
+    parser.add_argument("--n", type=int, help="drain: messages (300000)")
+    parser.add_argument("--rate", type=float, help="chat, stuck: messages per second (2000)")
+    parser.add_argument("--seconds", type=float, help="length of a load (10 to 30, by workload)")
+    parser.add_argument("--rates", help="offered, curve: messages per second, with commas")
+    parser.add_argument("--keys", help="keys: how many, with commas (10 to 1,000,000)")
+    parser.add_argument("--backlogs", help="backlog: messages, with commas (100000,1000000)")
     parser.add_argument(
         "--rotate", action="store_true", help="chat: keys take turns, so that none waits behind its own"
     )
     parser.add_argument("--fail", type=int, default=10, help="chat: percent that fail at first (%(default)s)")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for results and logs (bench/results)")
+    parser.add_argument("--out", type=Path, help="folder for figures and the report (bench/results)")
     parser.add_argument(
         "--build", type=Path, help="folder for what is built; this user's cache folder by default"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.add_argument(
-        "--update-docs", action="store_true", help="also put the tables into docs/benchmarks.md"
+        "--update-docs", action="store_true", help="also put the report into docs/benchmarks.md"
     )
     return parser
 

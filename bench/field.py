@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.errors import BenchError
 from bench.lineup import Contestant, Job, Lineup
@@ -17,6 +18,9 @@ from bench.tool import Load, Tool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from bench.cassandra import Cassandra
+    from bench.sheet import Column, Sheet
 
 PARTITIONS = 8
 _FIRST = Load(rate=500, seconds=4, keys=1000, patience=120)
@@ -54,6 +58,29 @@ class Field:
     rounds: int
     logs: Path
     say: Callable[[str], None]
+    machine: dict[str, str]
+    store: Cassandra | None = None
+    """What prosody needs; it sleeps while others run."""
+
+    def sheet(self, name: str, title: str, settings: dict[str, Any], columns: list[Column]) -> Sheet:
+        """A new one of this run, still empty."""
+        from bench.sheet import Sheet  # noqa: PLC0415 - it knows Spread, which is here
+
+        machine = self.machine | {"measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
+        return Sheet(
+            name=name,
+            title=title,
+            settings=settings,
+            columns=columns,
+            rounds=self.rounds,
+            machine=machine,
+            left_out=self.lineup.left_out,
+        )
+
+    def forget(self, topic: str) -> None:
+        """Remove a topic; the broker ends soon anyway."""
+        with contextlib.suppress(BenchError):
+            self.tool.delete(topic)
 
     def job(self, contestant: Contestant, what: str, topic: str = "") -> Job:
         """A new group and output topic; a new input topic too, unless one is given."""
@@ -71,22 +98,29 @@ class Field:
             with contextlib.suppress(BenchError):  # the broker ends soon anyway
                 self.tool.delete(*mine, f"{job.topic}.dlq", f"{job.group}.dlq", f"{job.group}.state")
 
-    def process(self, contestant: Contestant, job: Job) -> Process:
-        """The peer at its job, not started yet."""
-        return Process(contestant.command(job), self.logs / f"{job.group}.log")
+    @contextmanager
+    def process(self, contestant: Contestant, job: Job) -> Iterator[Process]:
+        """The peer at its job."""
+        awake: AbstractContextManager[None] = contextlib.nullcontext()
+        if contestant.peer == "prosody" and self.store is not None:
+            awake = self.store.awake()
+        with awake, Process(contestant.command(job), self.logs / f"{job.group}.log") as process:
+            yield process
 
-    def warm_up(self, job: Job, process: Process, load: Load) -> int:
+    def warm_up(self, job: Job, process: Process, load: Load, *, real: bool = True) -> int:
         """A small load until all of it is out: the peer runs. Then 20 seconds of the real one, which do not count.
 
-        Peers on a JVM compile themselves for that long on two cores; all peers get the same.
+        Peers on a JVM compile themselves for that long on two cores; all peers get the same, but for those that would
+        only pile it up (``real`` is false).
 
         Returns how many messages it was. Raises BenchError when they did not all come out.
         """
         sent = 0
-        for warm in (
-            _FIRST,
-            replace(load, seconds=min(load.seconds, _SETTLE), base=next_base(), window=0, stuck=0),
-        ):
+        loads = [replace(_FIRST, base=next_base(), json=load.json)]
+        if real:
+            seconds = min(load.seconds, _SETTLE)
+            loads.append(replace(load, seconds=seconds, base=next_base(), window=0, stuck=0))
+        for warm in loads:
             result = self.tool.load(job.topic, job.out, warm, process.must_run)
             if result.order.problems:
                 raise BenchError(f"warm-up: {', '.join(result.order.problems)}; {process.last_words()}")

@@ -1,7 +1,7 @@
 """Keylane as a peer: an app on given topics, told and read like the others.
 
 ``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]
-[delivery=exactly_once]`` and ``kafka.*`` options.
+[delivery=exactly_once] [lanes=<folder>]`` and ``kafka.*`` options.
 
 Prints "P <unix time> <done>" lines; done is what lies acknowledged in the output topic. Ends after ``n``, or on
 SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
@@ -10,11 +10,13 @@ SIGTERM; both drain. Everything else is as a user gets it: options, retry, outco
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keylane import App, Message, Retry, Transient
@@ -23,7 +25,7 @@ from keylane.kafka.settings import KafkaSettings
 from keylane.spark.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 EVERY = 0.1
 FAIL_UNTIL = "fail-until"
@@ -59,7 +61,30 @@ def make_app(opt: dict[str, str]) -> App:
         app.stage(_sleeper(f"stage{number + 1}", seconds, failing, stuck=bool(opt.get("stuck"))))
     if not sleeps:
         app.stage(hand_on)
+    if "lanes" in opt:
+        app.resource(_census(opt["lanes"]))
     return app
+
+
+def _census(folder: str) -> Callable[[], AsyncIterator[None]]:
+    """A resource that writes the number of the task's lanes to a file of its process, again and again."""
+
+    async def census() -> AsyncIterator[None]:
+        counting = asyncio.get_running_loop().create_task(_count(Path(folder) / f"lanes-{os.getpid()}"))
+        yield
+        counting.cancel()
+
+    return census
+
+
+async def _count(to: Path) -> None:
+    from keylane.core.lane import LaneTable  # noqa: PLC0415 - the engine's own, which nobody else asks for
+
+    await asyncio.sleep(1)  # until the task is made
+    tables = [found for found in gc.get_objects() if isinstance(found, LaneTable) and not found.closed]
+    while True:
+        await asyncio.to_thread(to.write_text, str(sum(len(found.lanes) for found in tables)))
+        await asyncio.sleep(2)
 
 
 async def hand_on(msg: Message) -> bytes:

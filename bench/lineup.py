@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bench.build import NEEDED, PEERS, TOOL, Workshop
+from bench.build import CASSANDRA, NEEDED, PEERS, TOOL, Workshop
 from bench.errors import BenchError
 from keylane.broker import find_java
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-NAMES = ("keylane", "java", "aiokafka", "raw", "go")
+NAMES = ("keylane", "java", "aiokafka", "raw", "go", "prosody", "spark")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,14 @@ class Contestant:
     label: str
     peer: str
     command: Callable[[Job], list[str]]
+    json: bool = False
+    """It reads JSON only: it gets the same text between quotes."""
+    commits: bool = True
+    """Its progress is in a Kafka group, where it can be compared with the topic's end."""
+    most: int | None = None
+    """So many messages are enough to drain; more would take minutes."""
+    slow: bool = False
+    """It is known not to keep up with some loads. What is missing then is told as that, not as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +57,62 @@ class Lineup:
     tool: Path
     built: dict[str, Path]
     left_out: dict[str, str]
+    store: str = ""
+    """host:port of the Cassandra node that prosody needs."""
 
     def drain(self) -> list[Contestant]:
         """No-op handlers."""
         return self._there(
-            [self._keylane(), self._java(256), self._python("aiokafka"), self._python("raw"), self._go(256)]
+            [
+                self._keylane(),
+                self._java(256),
+                self._python("aiokafka"),
+                self._python("raw"),
+                self._go(256),
+                self._prosody(most=20_000),
+                self._spark(),
+            ]
         )
+
+    def waiting(self) -> list[Contestant]:
+        """Handlers that wait a few milliseconds for each message."""
+        return self._there(
+            [
+                self._keylane(),
+                self._java(256),
+                self._aiokafka_by_partition(),
+                self._go(256),
+                self._go(8192, buffer=100),
+                self._prosody(most=20_000),
+                replace(self._spark(), most=4_000),
+            ]
+        )
+
+    def offered(self) -> list[Contestant]:
+        """A steady load, no-op handlers."""
+        return self._there(
+            [
+                self._keylane(),
+                self._java(256),
+                self._python("aiokafka"),
+                self._python("raw"),
+                self._go(256),
+                self._prosody(),
+                self._spark(),
+            ]
+        )
+
+    def curve(self) -> list[Contestant]:
+        """A load that grows."""
+        return self._there([self._keylane(), self._java(256), self._python("raw"), self._go(256)])
 
     def chat(self) -> list[Contestant]:
         """Those that run the keys of a partition at the same time; the others could not keep up by far."""
-        return self._there([self._keylane(), self._go(256), self._go(2048), self._java(1000)])
+        return self._there(
+            [self._keylane(), self._go(256), self._go(2048), self._java(1000), self._prosody(defer=0)]
+        )
 
-    def stuck(self) -> list[Contestant]:
+    def alone(self) -> list[Contestant]:
         """Keylane alone."""
         return self._there([self._keylane()])
 
@@ -75,35 +127,52 @@ class Lineup:
         def command(job: Job) -> list[str]:
             to = self.built["java"]
             path = f"{to / 'classes'}:{to / 'libs'}/*"
-            return [
-                str(find_java()),
-                "-Xmx2g",
-                "-cp",
-                path,
-                "peer.Main",
-                *_pairs(job),
-                f"concurrency={threads}",
-            ]
+            java = [str(find_java()), "-Xmx2g", "-cp", path, "peer.Main"]
+            return [*java, *_pairs(job), f"concurrency={threads}"]
 
         return Contestant(label=f"parallel-consumer KEY {threads}", peer="java", command=command)
 
-    def _python(self, peer: str) -> Contestant:
+    def _python(self, peer: str, *more: str) -> Contestant:
         def command(job: Job) -> list[str]:
-            return [
-                str(self.built[peer] / "bin" / "python"),
-                str(PEERS / "python" / f"{peer}_peer.py"),
-                *_pairs(job),
-            ]
+            program = str(PEERS / "python" / f"{peer}_peer.py")
+            return [str(self.built[peer] / "bin" / "python"), program, *_pairs(job), *more]
 
         label = {"aiokafka": "aiokafka", "raw": "raw confluent-kafka, 2 processes"}[peer]
         return Contestant(label=label, peer=peer, command=command)
 
-    def _go(self, workers: int) -> Contestant:
+    def _aiokafka_by_partition(self) -> Contestant:
+        made = self._python("aiokafka", "loops=partition", "max_records=50")
+        return replace(made, label="aiokafka, a loop per partition", most=10_000)
+
+    def _go(self, workers: int, buffer: int = 10) -> Contestant:
         def command(job: Job) -> list[str]:
             pairs = [part for pair in _pairs(job) for part in ("-" + pair).split("=", 1)]
-            return [str(self.built["go"] / "program"), *pairs, "-workers", str(workers)]
+            program = [str(self.built["go"] / "program"), *pairs]
+            return [*program, "-workers", str(workers), "-buffer", str(buffer)]
 
-        return Contestant(label=f"go-affinity {workers}", peer="go", command=command)
+        return Contestant(
+            label=f"go-affinity {workers}",
+            peer="go",
+            command=command,
+            slow=workers
+            == 256,  # as it is published: keys share a worker, and a full one holds back its partition
+        )
+
+    def _prosody(self, *, most: int | None = None, defer: int = 1) -> Contestant:
+        def command(job: Job) -> list[str]:
+            program = str(PEERS / "prosody" / "prosody_peer.py")
+            python = str(self.built["prosody"] / "bin" / "python")
+            return [python, program, *_pairs(job), f"cassandra={self.store}", f"defer={defer}"]
+
+        return Contestant(label="prosody", peer="prosody", command=command, json=True, slow=True, most=most)
+
+    def _spark(self) -> Contestant:
+        def command(job: Job) -> list[str]:
+            to = self.built["spark"]
+            program = str(PEERS / "spark-microbatch" / "microbatch_peer.py")
+            return [str(to / "bin" / "python"), program, *_pairs(job), f"jars={to / 'libs'}"]
+
+        return Contestant(label="Spark micro-batch", peer="spark", command=command, commits=False, slow=True)
 
 
 def assemble(wanted: Sequence[str], workshop: Workshop) -> Lineup:
@@ -118,9 +187,13 @@ def assemble(wanted: Sequence[str], workshop: Workshop) -> Lineup:
         if name not in NEEDED:
             continue
         try:
-            built[name] = workshop.build(NEEDED[name])
+            places = [workshop.build(product) for product in NEEDED[name]]
         except BenchError as error:
             left_out[name] = str(error)
+            continue
+        built[name] = places[0]
+        if name == "prosody":
+            built[CASSANDRA.name] = places[1]
     return Lineup(tool=tool, built=built, left_out=left_out)
 
 

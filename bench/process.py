@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -22,20 +23,32 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _CPU_EVERY = 0.25
 STOP_SECONDS = 60.0
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 Series = list[tuple[float, float]]
 """(unix time, value), by time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Of one process. Memory is what is resident, in bytes, with pages that others share."""
+
+    memory: int
+    threads: int
+    files: int
 
 
 class Process:
     """A context manager: the process runs inside, and neither it nor a child of it is left after.
 
     ``cpu`` are the seconds of processor time it and its children had used, sampled by :meth:`wait`; empty where there
-    is no /proc.
+    is no /proc. ``peak`` is the most memory they held together, in bytes, seen at the same times.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log = log
         self.cpu: Series = []
+        self.peak = 0
         self.started = 0.0
         self._command = list(command)
         self._seen: dict[int, float] = {}  # of children that have ended too
@@ -71,7 +84,7 @@ class Process:
                 raise BenchError(f"not finished after {timeout:.0f} s; {self.last_words()}")
             if now - sampled >= _CPU_EVERY:
                 sampled = now
-                self.cpu.append((time.time(), self.cpu_seconds()))
+                self._sample()
             time.sleep(0.05)
         self.check()
 
@@ -105,9 +118,36 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def cpu_seconds(self) -> float:
-        """User and system time of it and its children so far; 0 where there is no /proc."""
+    def signal(self, number: int) -> None:
+        """To the process alone; one that has ended gets none."""
+        if self._popen().poll() is None:
+            self._popen().send_signal(number)
+
+    def footprints(self) -> list[tuple[str, Footprint]]:
+        """What it and its children hold now, each with its program's name; empty where there is no /proc."""
+        found = []
         for pid in self._session():
+            with contextlib.suppress(OSError, IndexError):
+                name = (_PROC / str(pid) / "comm").read_text().strip()
+                held = Footprint(
+                    memory=_resident(pid),
+                    threads=int(_stat(pid)[17]),
+                    files=len(os.listdir(_PROC / str(pid) / "fd")),  # noqa: PTH208 - cheap, as below
+                )
+                found.append((name, held))
+        return found
+
+    def _sample(self) -> None:
+        pids, memory = self._session(), 0
+        for pid in pids:
+            with contextlib.suppress(OSError, IndexError):
+                memory += _resident(pid)
+        self.peak = max(self.peak, memory)
+        self.cpu.append((time.time(), self.cpu_seconds(pids)))
+
+    def cpu_seconds(self, pids: Sequence[int] | None = None) -> float:
+        """User and system time of it and its children so far; 0 where there is no /proc."""
+        for pid in self._session() if pids is None else pids:
             with contextlib.suppress(OSError):
                 self._seen[pid] = cpu_of(pid)
         return sum(self._seen.values())
@@ -119,7 +159,8 @@ class Process:
             for line in self.log.read_text(errors="replace").splitlines()
             if line[:2] != "P " and line.strip()
         ]
-        return f"see {self.log}" + (f", which ends: {lines[-1].strip()[:200]}" if lines else "")
+        where = self.log.relative_to(_ROOT) if self.log.is_relative_to(_ROOT) else self.log
+        return f"see {where}" + (f", which ends: {lines[-1].strip()[:200]}" if lines else "")
 
     def _session(self) -> list[int]:
         if not _PROC.is_dir():
@@ -141,6 +182,10 @@ def cpu_of(pid: int) -> float:
     """User and system time of one process. Raises OSError when it is gone."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def _resident(pid: int) -> int:
+    return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE
 
 
 def _stat(pid: int) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
-from bench.field import Spread, next_base
-from bench.tool import Latency, Load, LoadResult
+from bench.field import next_base
+from bench.sheet import Column, Line, Sheet
+from bench.tool import Load
 
 if TYPE_CHECKING:
     from bench.field import Field
@@ -36,57 +37,56 @@ class Settings:
         return min(_LONGEST, self.seconds / 3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One load: the other keys' results, all of them and those due in the window, and the stuck key's."""
-
-    all: Latency
-    window: Latency
-    window_per_second: float
-    stuck: Latency | None
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """Both kinds of load, all rounds."""
-
-    settings: Settings
-    free: list[Run] = field(default_factory=list)
-    held: list[Run] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def changes(self) -> dict[str, float]:
-        """How much worse the other keys' figures are with a stuck key: 0.02 is 2% worse. Below 0 they are better."""
-        if not self.free or not self.held:
-            return {}
-        throughput = [
-            Spread.of([run.window_per_second for run in runs]).median for runs in (self.free, self.held)
-        ]
-        p99 = [Spread.of([run.window.p99 for run in runs]).median for runs in (self.free, self.held)]
-        return {"throughput": 1 - throughput[1] / throughput[0], "p99": p99[1] / p99[0] - 1}
-
-    @property
-    def kept(self) -> bool:
-        """Whether no figure is worse by 10% or more."""
-        return bool(self.changes) and all(change < ALLOWED for change in self.changes.values())
+_FREE, _HELD = "no key is stuck", "one more key is stuck"
+_COLUMNS = [
+    Column(figure="per_second", title="the others' results per second"),
+    Column(figure="p50", title="p50 ms", form=".1f"),
+    Column(figure="p99", title="p99 ms", form=".1f"),
+    Column(figure="all_p99", title="p99 ms of the whole load", form=".1f"),
+]
 
 
-def measure(ground: Field, settings: Settings) -> Report:
+def measure(ground: Field, name: str, settings: Settings) -> Sheet:
     """All rounds: one app each, with two free loads and two held ones."""
-    report = Report(settings=settings)
-    for one in ground.lineup.stuck():
+    title = (
+        f"Stuck: {settings.keys:,} keys, {settings.rate:,.0f}/s for {settings.seconds:g} s, a stage of "
+        f"{settings.stage_ms} ms; a key fails for {settings.window:g} s"
+    )
+    sheet = ground.sheet(name, title, asdict(settings), _COLUMNS)
+    free, held = sheet.line(_FREE, "keylane"), sheet.line(_HELD, "keylane")
+    for one in ground.lineup.alone():
         for number in range(ground.rounds):
             try:
-                _round(ground, one, report, number)
+                _round(ground, one, settings, sheet, number)
             except BenchError as error:
-                report.problems.append(f"stuck, round {number + 1}: {error}")
-                ground.say(f"stuck, round {number + 1}/{ground.rounds}: FAILED: {error}")
-    return report
+                sheet.problems.append(f"round {number + 1}: {error}")
+                ground.say(f"{name}, round {number + 1}/{ground.rounds}: FAILED: {error}")
+    changes = _changes(free, held)
+    if changes:
+        shown = ", ".join(f"{name} {change:+.1%}" for name, change in changes.items())
+        kept = all(change < ALLOWED for change in changes.values())
+        sheet.remarks.append(
+            f"Worse with a stuck key (median): {shown}; below {ALLOWED:.0%} is kept: "
+            f"{'yes' if kept else '**NO**'}. Two loads of each kind a round."
+        )
+        if not kept:
+            sheet.problems.append(f"the other keys are worse by more than allowed: {shown}")
+    return sheet
 
 
-def _round(ground: Field, one: Contestant, report: Report, number: int) -> None:
-    settings = report.settings
+def _changes(free: Line, held: Line) -> dict[str, float]:
+    """How much worse the other keys' figures are with a stuck key: 0.02 is 2% worse. Below 0 they are better."""
+    found = {}
+    for name, figure in (("throughput", "per_second"), ("p99", "p99")):
+        one, other = free.spread(figure), held.spread(figure)
+        if one is None or other is None:
+            return {}
+        ratio = other.median / one.median
+        found[name] = 1 - ratio if figure == "per_second" else ratio - 1
+    return found
+
+
+def _round(ground: Field, one: Contestant, settings: Settings, sheet: Sheet, number: int) -> None:
     job = replace(ground.job(one, "stuck"), stages=(settings.stage_ms,), stuck=True)
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
@@ -95,17 +95,27 @@ def _round(ground: Field, one: Contestant, report: Report, number: int) -> None:
             for held in (first, not first, not first, first):  # what drifts, drifts for both kinds alike
                 time.sleep(_REST)
                 result = ground.tool.load(job.topic, job.out, _load(settings, held=held), process.must_run)
-                run = _judge(result, report, number)
-                (report.held if held else report.free).append(run)
+                line = sheet.line(_HELD if held else _FREE, one.peer)
+                assert result.window is not None
+                line.add(
+                    per_second=result.window_per_second,
+                    p50=result.window.p50,
+                    p99=result.window.p99,
+                    all_p99=result.all.p99,
+                    stuck_p50=result.stuck.p50 if result.stuck else None,
+                )
+                if result.stuck_early:
+                    line.problems.append(
+                        f"round {number + 1}: the key was not stuck, {result.stuck_early} results came"
+                    )
                 sent += result.order.sent + (result.stuck_order.sent if result.stuck_order else 0)
-                kind = "with a stuck key" if held else "without"
                 ground.say(
-                    f"stuck, round {number + 1}/{ground.rounds}, {kind}: the others "
-                    f"{run.window_per_second:,.0f}/s, p99 {run.window.p99:.1f} ms"
+                    f"stuck, round {number + 1}/{ground.rounds}, {line.label}: the others "
+                    f"{result.window_per_second:,.0f}/s, p99 {result.window.p99:.1f} ms"
                 )
             process.stop()
         problems = ground.tool.check(job.out, sent).problems
-    report.problems += [f"stuck, round {number + 1}: {problem}" for problem in problems]
+    sheet.problems += [f"round {number + 1}: {problem}" for problem in problems]
 
 
 def _load(settings: Settings, *, held: bool) -> Load:
@@ -116,15 +126,4 @@ def _load(settings: Settings, *, held: bool) -> Load:
         window=settings.window,
         stuck=settings.stuck_rate if held else 0.0,
         base=next_base(),
-    )
-
-
-def _judge(result: LoadResult, report: Report, number: int) -> Run:
-    if result.stuck_early:
-        report.problems.append(
-            f"stuck, round {number + 1}: the key was not stuck, {result.stuck_early} results came"
-        )
-    assert result.window is not None
-    return Run(
-        all=result.all, window=result.window, window_per_second=result.window_per_second, stuck=result.stuck
     )

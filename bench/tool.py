@@ -99,6 +99,8 @@ class Load:
     stuck: float = 0.0
     base: int = 0
     """The first event id, and part of the keys: loads on the same topic need different ones."""
+    json: bool = False
+    """Values are JSON strings."""
     patience: float = 60.0
     """Seconds to wait for results after the last message was sent."""
 
@@ -119,9 +121,9 @@ class Tool:
         """Topics that are there or not."""
         self._call("delete", topic=",".join(topics))
 
-    def preload(self, topic: str, n: int, keys: int) -> None:
+    def preload(self, topic: str, n: int, keys: int, *, zipf: float = 0.0, json: bool = False) -> None:
         """Fill a topic."""
-        self._call("preload", 600, topic=topic, n=n, keys=keys)
+        self._call("preload", 900, topic=topic, n=n, keys=keys, zipf=zipf, json=_flag(json))
 
     def check(self, out: str, n: int) -> Order:
         """Read an output topic back."""
@@ -146,6 +148,7 @@ class Tool:
             base=load.base,
             drain=f"{load.patience:g}s",
             fail=load.fail,
+            json=_flag(load.json),
             rotate=int(load.rotate),
             window=f"{load.window:g}s",
             stuck=load.stuck,
@@ -170,7 +173,7 @@ class Tool:
     ) -> dict[str, Any]:
         command = [str(self._program), what, "-brokers", self._brokers]
         for name, value in flags.items():
-            command += [f"-{name}", str(value)]
+            command.append(f"-{name}={value}")
         until = time.monotonic() + timeout
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
             try:
@@ -188,3 +191,7 @@ class Tool:
             raise BenchError(f"the load generator's `{what}` failed: {said.strip()[-300:]}")
         answer: dict[str, Any] = json.loads(out or "{}")
         return answer
+
+
+def _flag(given: bool) -> str:
+    return "true" if given else "false"

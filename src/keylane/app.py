@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -291,10 +292,7 @@ class App:
                 f"App {name!r}: commit='epoch' does not go with on_failure='park': a redriven lane would go on before "
                 "Spark has its rows"
             )
-        if order != "key" and versions is not None:
-            raise SettingsError(
-                f"App {name!r}: versions= needs order='key': with order={order!r} an entity's messages have no lane"
-            )
+        _refuse_versions(name, order, versions)
         if commit == "epoch" and versions is not None:
             raise SettingsError(
                 f"App {name!r}: commit='epoch' does not go with versions=: a version counts when its message is done, "
@@ -336,6 +334,13 @@ class App:
         self.stages: list[Stage] = []
         self.resources: dict[str, Resource] = {}
         self.hooks: dict[str, list[Callable[..., Any]]] = {}
+
+    def with_order(self, order: Order) -> App:
+        """The same app with another order, for comparison. Raises :class:`SettingsError` where it does not fit."""
+        found = copy.copy(self)
+        found.order = _order(self.name, order, self.on_failure)
+        _refuse_versions(self.name, order, self.versions)
+        return found
 
     def slot_of(self, key: bytes | None, offset: int) -> int:
         """The slot of a message in its partition's ring: who owns that runs it."""
@@ -738,6 +743,13 @@ def _order(name: str, order: object, on_failure: object) -> Order:
             "choose 'skip', 'block' or 'block_and_dlq'"
         )
     return order
+
+
+def _refuse_versions(name: str, order: object, versions: Versioned | None) -> None:
+    if order != "key" and versions is not None:
+        raise SettingsError(
+            f"App {name!r}: versions= needs order='key': with order={order!r} an entity's messages have no lane"
+        )
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

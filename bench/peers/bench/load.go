@@ -37,9 +37,8 @@ type results struct {
 	done              chan struct{}
 }
 
-func (s *results) read(ctx context.Context, want, wantStuck int) {
+func (s *results) read(ctx context.Context, cl *kgo.Client, want, wantStuck int) {
 	defer close(s.done)
-	cl := reader(*out, kgo.NewOffset().AtStart())
 	pre, extra := fmt.Sprintf("s%d-", *base), stuckKey()
 	for (s.order.got < want || s.stuckOrder.got < wantStuck) && ctx.Err() == nil {
 		fs := cl.PollFetches(ctx)
@@ -84,10 +83,10 @@ func load(ctx context.Context) {
 	s := &results{samples: make([]sample, 0, want), done: make(chan struct{})}
 	s.order.last, s.stuckOrder.last = map[string]int{}, map[string]int{}
 	rctx, cancel := context.WithCancel(ctx)
-	go s.read(rctx, want, wantStuck)
+	go s.read(rctx, readerFromNow(*out), want, wantStuck)
 	time.Sleep(500 * time.Millisecond)
 	p := producer(time.Millisecond)
-	src := &source{seq: make([]int, *keys)}
+	src := newSource()
 	p.ProduceSync(ctx) // connect before the clock starts
 	t0 := time.Now()
 	from := t0.Add((*dur - *window) / 2) // of the window

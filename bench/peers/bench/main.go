@@ -9,7 +9,9 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"math"
 	"os"
+	"sort"
 	"strconv"
 	"strings"
 	"time"
@@ -26,6 +28,7 @@ var (
 	n       = flag.Int("n", 0, "messages")
 	keys    = flag.Int("keys", 1000, "distinct keys")
 	rate    = flag.Float64("rate", 5000, "messages per second offered")
+	zipfS   = flag.Float64("zipf", 0, "key number r is 1/r^s as likely as the first; 0: all are as likely")
 	rotate  = flag.Int("rotate", 0, "1: keys take turns instead of being drawn")
 	dur     = flag.Duration("dur", 20*time.Second, "how long to offer load")
 	drain   = flag.Duration("drain", 15*time.Second, "longest wait for outputs after the load ends")
@@ -51,10 +54,29 @@ func mix(x uint64) uint64 { // splitmix64: uniform, repeatable choice of keys
 	return x ^ (x >> 31)
 }
 
-type source struct{ seq []int }
+type source struct {
+	seq    []int
+	shares []float64 // of the first k+1 keys together; empty when all are as likely
+}
+
+func newSource() *source {
+	s := &source{seq: make([]int, *keys)}
+	if *zipfS > 0 {
+		sum := 0.0
+		for k := range s.seq {
+			sum += math.Pow(float64(k+1), -*zipfS)
+			s.shares = append(s.shares, sum)
+		}
+	}
+	return s
+}
 
 func (s *source) record(topic string, i int, due time.Time) *kgo.Record {
 	k := int(mix(uint64(i)) % uint64(len(s.seq)))
+	if len(s.shares) > 0 {
+		at := float64(mix(uint64(i))>>11) / (1 << 53) * s.shares[len(s.shares)-1]
+		k = min(sort.SearchFloat64s(s.shares, at), len(s.seq)-1)
+	}
 	if *rotate != 0 {
 		k = (i - *base) % len(s.seq)
 	}
@@ -127,6 +149,19 @@ func reader(t string, at kgo.Offset) *kgo.Client {
 	return cl
 }
 
+// readerFromNow reads what is written from this moment on: the ends are asked for before it returns.
+func readerFromNow(t string) *kgo.Client {
+	asker := producer(0)
+	defer asker.Close()
+	at := map[int32]kgo.Offset{}
+	for p, e := range ends(asker, t) {
+		at[p] = kgo.NewOffset().At(e.Offset)
+	}
+	cl, err := kgo.NewClient(kgo.SeedBrokers(strings.Split(*brokers, ",")...), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{t: at}))
+	die(err)
+	return cl
+}
+
 func print(v map[string]any) { b, _ := json.Marshal(v); fmt.Println(string(b)) }
 
 func main() {
@@ -153,7 +188,7 @@ func main() {
 		die(err)
 	case "preload":
 		cl := producer(20 * time.Millisecond)
-		s := &source{seq: make([]int, *keys)}
+		s := newSource()
 		t0 := time.Now()
 		for i := 0; i < *n; i++ {
 			cl.Produce(ctx, s.record(*topic, *base+i, time.Now()), func(_ *kgo.Record, err error) { die(err) })

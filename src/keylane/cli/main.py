@@ -9,10 +9,13 @@ import typer
 
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes
+from keylane.cli.bench import bench
 from keylane.cli.demo import demo
+from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
 from keylane.cli.metrics import metrics
 from keylane.cli.plan import plan
+from keylane.cli.race import race
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.cli.verify import verify
@@ -49,6 +52,7 @@ def _root(
 
 
 app.command()(demo)
+app.command()(race)
 app.command()(run)
 app.add_typer(broker.app, name="broker")
 app.command()(seed)
@@ -58,6 +62,8 @@ app.command()(plan)
 app.command()(verify)
 app.command()(lag)
 app.command()(metrics)
+app.command()(doctor)
+app.command(context_settings={"ignore_unknown_options": True})(bench)
 
 
 def main() -> None:

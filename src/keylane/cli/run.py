@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from keylane.core.redact import redact
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
+    from keylane.app import Order
     from keylane.cli.runner import Result
 
 
@@ -45,6 +46,12 @@ def run(
     ] = False,
     tasks: Annotated[
         int | None, typer.Option(help="At most so many tasks; as many as Spark has slots.")
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of the app's own: key, partition, global or none. 'partition' is the sequential baseline."
+        ),
     ] = None,
     py_files: Annotated[
         str | None,
@@ -98,6 +105,7 @@ def run(
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
+    keylane run shop.orders:app --order partition --until-caught-up
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = Stopper(lambda line: say(console, line))
     console = JsonConsole() if log_format == "json" else Console(stderr=True)
@@ -122,13 +130,15 @@ def run(
         from keylane.spark.parcel import Parcel, load  # noqa: PLC0415
 
         app = load(reference)
+        if order is not None:
+            app = app.with_order(cast("Order", order))
         app.check()
         name = app.name
         settings = Options.parse(given, app.source).settings
 
         from keylane.cli.runner import Runner  # noqa: PLC0415
 
-        parcel = Parcel(reference=reference, path=(folder,))
+        parcel = Parcel(reference=reference, path=(folder,), order=None if order is None else app.order)
         runner = Runner(
             app,
             settings,

@@ -19,6 +19,8 @@ from keylane.errors import SettingsError
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from keylane.app import Order
+
 cloudpickle: Any = untyped
 
 
@@ -29,9 +31,15 @@ class Parcel:
     reference: str | None = None
     pickled: bytes | None = None
     path: tuple[str, ...] = ()
+    order: Order | None = None
+    """Instead of the app's own."""
 
     def open(self) -> App:
         """The app. Raises :class:`SettingsError` when it cannot be had here."""
+        app = self._unpack()
+        return app if self.order is None else app.with_order(self.order)
+
+    def _unpack(self) -> App:
         for folder in self.path:
             if Path(folder).is_dir() and folder not in sys.path:
                 sys.path.append(folder)

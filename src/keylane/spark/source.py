@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -340,7 +341,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Run one task's epoch."""
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"not a task's plan: {partition!r}")
-        logs.set_up(logging.INFO, self._plan.log_format)
+        logs.set_up(_level(), self._plan.log_format)
         context = TaskContext.get()
         if context is not None and context.attemptNumber():
             log.warning(
@@ -353,6 +354,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
             yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results)
+
+
+def _level() -> int:
+    """What a task logs at the least, by the environment's ``KEYLANE_LOG``: INFO unless that names another level."""
+    return logging.getLevelNamesMapping().get(os.environ.get("KEYLANE_LOG", "").upper(), logging.INFO)
 
 
 def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:

@@ -1,0 +1,281 @@
+"""Whether anything grows: ``python -m bench.endurance [--minutes 30] [--rate …]`` (or the environment's ``MINUTES``).
+
+The chat pipeline (four stages, 100 ms together, 10% of the messages fail at first) at half of what it can do, which is
+measured first, for half an hour, in loads of 30 seconds with keys of their own: lanes come and go by the hundred
+thousand. Every ten seconds all processes of the app are looked at: memory of the Python workers and of Spark's JVM,
+threads, open files, and the lanes that the tasks hold. Every load's results are checked: all there, once, in order.
+
+The verdict is drift: the median of the last third against that of the first third after a warm-up of a fifth of the
+time (at most 5 minutes). Exit code 0: memory, threads, files and lanes drift upwards by less than 5%, and every result
+was sound. The table goes to ``bench/results/endurance.json`` and into the report, the samples to the logs' folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from bench import report
+from bench.build import Workshop, default_folder
+from bench.cli import LOCAL, OUT
+from bench.drain import LONGEST
+from bench.errors import BenchError
+from bench.field import PARTITIONS, Field, next_base
+from bench.lineup import assemble
+from bench.machine import facts
+from bench.progress import rate, read_progress
+from bench.sheet import Column, Sheet
+from bench.tool import Load, Tool
+from keylane.broker import Broker
+from keylane.errors import KeylaneError
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.settings import KafkaSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.lineup import Job
+    from bench.process import Process
+
+ALLOWED = 0.05
+STAGES, FAIL, KEYS = (5, 20, 65, 10), 10, 2_000
+_LOAD = 30.0
+_EVERY = 10.0
+_WARM, _WARM_MOST = 0.2, 300.0
+_CALIBRATE = 60_000
+_MOST = 10_000.0
+"""Messages per second at most: the log of half an hour is to fit on a disk."""
+_KEPT = {"retention.ms": "180000", "segment.ms": "60000", "segment.bytes": str(64 << 20)}
+_COLUMNS = [
+    Column(figure="first", title="after the warm-up", form=",.1f"),
+    Column(figure="last", title="at the end", form=",.1f"),
+    Column(figure="drift", title="drift, %", form="+.1f"),
+]
+JUDGED = {
+    "workers_mib": "memory of the Python workers, MiB",
+    "jvm_mib": "memory of Spark's JVM, MiB",
+    "threads": "threads",
+    "files": "open files",
+    "lanes": "lanes held",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """All processes of the app at one moment."""
+
+    at: float
+    """Seconds since the beginning."""
+    workers_mib: float
+    jvm_mib: float
+    threads: int
+    files: int
+    lanes: int
+    processes: int
+
+
+def drift(values: Sequence[float]) -> tuple[float, float, float]:
+    """The medians of the first and of the last third, and how much more the last is: 0.02 is 2% more.
+
+    Raises BenchError for fewer than three.
+    """
+    third = len(values) // 3
+    if not third:
+        raise BenchError("too few samples for a verdict: let it run longer")
+    first, last = median(values[:third]), median(values[-third:])
+    return first, last, (last / first - 1 if first else float(bool(last)))
+
+
+def judge(samples: Sequence[Sample], seconds: float) -> dict[str, tuple[float, float, float]]:
+    """Each figure's drift after the warm-up."""
+    warm = min(_WARM * seconds, _WARM_MOST)
+    counted = [sample for sample in samples if sample.at >= warm]
+    return {name: drift([float(getattr(sample, name)) for sample in counted]) for name in JUDGED}
+
+
+class Watcher:
+    """Looks at a process every ten seconds, from a thread of its own, until it is closed."""
+
+    def __init__(self, process: Process, folder: Path) -> None:
+        self.samples: list[Sample] = []
+        self._process, self._folder = process, folder
+        self._ended = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more samples."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY):
+            found = self._process.footprints()
+            java = [one for name, one in found if name == "java"]
+            others = [one for name, one in found if name != "java"]
+            every = [*java, *others]
+            self.samples.append(
+                Sample(
+                    at=round(time.monotonic() - self._began, 1),
+                    workers_mib=sum(one.memory for one in others) / 2**20,
+                    jvm_mib=sum(one.memory for one in java) / 2**20,
+                    threads=sum(one.threads for one in every),
+                    files=sum(one.files for one in every),
+                    lanes=sum(_number(path) for path in self._folder.glob("lanes-*")),
+                    processes=len(every),
+                )
+            )
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text() or 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def measure(ground: Field, seconds: float, offered: float | None, samples_to: Path) -> Sheet:
+    """Calibrate, load for so long, judge."""
+    (one,) = ground.lineup.alone()
+    if offered is None:
+        offered = min(_MOST, _capacity(ground) / 2)
+    loads = max(1, round(seconds / _LOAD))
+    title = (
+        f"Endurance: {loads * _LOAD / 60:g} minutes of the chat pipeline at {offered:,.0f}/s, {FAIL}% fail at first, "
+        f"{KEYS:,} new keys every {_LOAD:g} s"
+    )
+    sheet = ground.sheet("endurance", title, {"seconds": loads * _LOAD}, _COLUMNS)
+    latencies: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
+        job = replace(ground.job(one, "endurance"), stages=STAGES, fail=FAIL)
+        _topics(ground, job)
+        command = replace(one, command=lambda given: [*one.command(given), f"lanes={folder}"])
+        with ground.process(command, job) as process:
+            load = Load(rate=offered, seconds=_LOAD, keys=KEYS, fail=FAIL)
+            ground.warm_up(job, process, replace(load, seconds=10.0))
+            watcher = Watcher(process, Path(folder))
+            for number in range(loads):
+                result = ground.tool.load(
+                    job.topic, job.out, replace(load, base=next_base()), process.must_run
+                )
+                latencies.append(result.all.p99)
+                sheet.problems += [f"load {number + 1}: {problem}" for problem in result.order.problems]
+                ground.say(
+                    f"load {number + 1}/{loads}: p99 {result.all.p99:,.0f} ms, {_latest(watcher.samples)}"
+                )
+            watcher.close()
+            process.stop()
+    samples_to.parent.mkdir(parents=True, exist_ok=True)
+    samples_to.write_text("\n".join(json.dumps(_facts(sample)) for sample in watcher.samples) + "\n")
+    for name, (first, last, change) in judge(watcher.samples, loads * _LOAD).items():
+        line = sheet.line(JUDGED[name], "keylane")
+        line.add(first=first, last=last, drift=100 * change)
+        grown = change >= ALLOWED
+        line.notes.append("GROWS" if grown else "steady")
+        if grown:
+            sheet.problems.append(f"{JUDGED[name]}: {first:,.1f} became {last:,.1f} ({change:+.1%})")
+    if len(latencies) >= 3:
+        first, last, change = drift(latencies)
+        line = sheet.line("p99 of a load, ms", "keylane")
+        line.add(first=first, last=last, drift=100 * change)
+        line.notes.append("not judged")
+    sheet.remarks.append(
+        f"{loads * int(_LOAD * offered):,} messages, all results in order and complete."
+        if not sheet.problems
+        else "See above."
+    )
+    return sheet
+
+
+def _capacity(ground: Field) -> float:
+    """Messages per second that the pipeline can do, by a short drain."""
+    (one,) = ground.lineup.alone()
+    job = replace(ground.job(one, "capacity"), n=_CALIBRATE, stages=STAGES, fail=FAIL)
+    ground.tool.create(job.topic)
+    ground.tool.preload(job.topic, _CALIBRATE, KEYS)
+    with ground.topics(job, source=False), ground.process(one, job) as process:
+        process.wait(LONGEST)
+    found = rate(read_progress(process.log))
+    if found is None:
+        raise BenchError(f"what it can do could not be measured; {process.last_words()}")
+    ground.say(f"the pipeline does {found.per_second:,.0f}/s; half of that is offered")
+    return found.per_second
+
+
+def _topics(ground: Field, job: Job) -> None:
+    cluster = Cluster(KafkaSettings(ground.brokers))
+    for topic in (job.topic, job.out):
+        cluster.ensure(topic, PARTITIONS, _KEPT)
+
+
+def _latest(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return "no sample yet"
+    last = samples[-1]
+    return (
+        f"workers {last.workers_mib:,.0f} MiB, JVM {last.jvm_mib:,.0f} MiB, {last.threads} threads, "
+        f"{last.files} files, {last.lanes:,} lanes"
+    )
+
+
+def _facts(sample: Sample) -> dict[str, float]:
+    return {name: round(float(getattr(sample, name)), 1) for name in Sample.__slots__}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0 when nothing grew and every result was sound."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.endurance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES") or 30))
+    parser.add_argument("--rate", type=float, help="messages per second, instead of half of what it can do")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table (bench/results)")
+    parser.add_argument("--build", type=Path, help="folder for what is built")
+    given = parser.parse_args(arguments)
+    if given.minutes <= 0 or (given.rate is not None and given.rate <= 0):
+        parser.error("--minutes and --rate need a number above 0")
+    began = time.monotonic()
+    say: Callable[[str], None] = lambda text: print(  # noqa: E731 - a name for its type
+        f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True
+    )
+    logs = (LOCAL / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
+    try:
+        lineup = assemble(["keylane"], Workshop(given.build or default_folder(), say))
+        with Broker() as broker:
+            ground = Field(
+                brokers=broker.bootstrap,
+                broker_pid=broker.nodes[0].pid,
+                tool=Tool(lineup.tool, broker.bootstrap, PARTITIONS),
+                lineup=lineup,
+                rounds=1,
+                logs=logs,
+                say=say,
+                machine=facts(),
+            )
+            sheet = measure(ground, given.minutes * 60, given.rate, logs / "samples.jsonl")
+        sheet.write(given.out)
+        report.write(given.out)
+    except (BenchError, KeylaneError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(sheet.markdown())
+    for problem in sheet.all_problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if sheet.all_problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""Looks at this machine and at Spark."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from keylane.broker.java import JavaError, describe_java
+from keylane.doctor import worker
+from keylane.doctor.facts import Host, Java, Spark
+from keylane.errors import KeylaneError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PATIENCE = 60.0
+"""Seconds until a job that nobody takes is given up."""
+
+
+def bounds() -> dict[str, str]:
+    """The packages that Keylane needs at run time, with the versions it asks for."""
+    try:
+        required = metadata.requires("keylane") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    found = {}
+    for line in required:
+        name = re.match(r"([A-Za-z0-9_.-]+)\s*([^;]*)", line)
+        if name is not None and "extra ==" not in line:
+            found[name[1].lower()] = name[2].strip()
+    return found
+
+
+def probe_host(needed: dict[str, str]) -> tuple[Host, Java]:
+    """This machine."""
+    name, python, packages, clock = worker.describe(["keylane", *needed])
+    try:
+        java = describe_java()
+        version = re.search(r'version "([^"]+)"', java.banner)
+        found = Java(version=version[1] if version else str(java.major), path=str(java.path))
+    except JavaError as error:
+        found = Java(fault=str(error))
+    return Host(name=name, python=python, packages=packages, clock=clock), found
+
+
+def probe_spark(master: str, packages: list[str], patience: float = PATIENCE) -> Spark:
+    """Start Spark, run a job that every slot takes part in, and stop it again."""
+    from keylane.spark.session import session  # noqa: PLC0415 - takes half a second to import
+
+    try:
+        spark = session(master, "keylane doctor")
+    except KeylaneError as error:
+        return Spark(master=master, fault=str(error))
+    try:
+        return _ask(spark, master, packages, patience)
+    finally:
+        spark.stop()
+
+
+def _ask(spark: SparkSession, master: str, packages: list[str], patience: float) -> Spark:
+    from pyspark import cloudpickle  # noqa: PLC0415
+
+    from keylane.spark.watch import tasks_for  # noqa: PLC0415
+
+    deadline = time.monotonic() + patience
+    context = spark.sparkContext
+    job = threading.Thread(target=lambda: _run(context, packages, answers, failures), daemon=True)
+    answers: list[tuple[Any, ...]] = []
+    failures: list[BaseException] = []
+    cloudpickle.register_pickle_by_value(worker)  # type: ignore[no-untyped-call]
+    try:
+        before = time.time()
+        job.start()
+        job.join(max(0.0, deadline - time.monotonic()))
+        after = time.time()
+    finally:
+        cloudpickle.unregister_pickle_by_value(worker)  # type: ignore[no-untyped-call]
+    if job.is_alive():
+        context.cancelAllJobs()
+        return Spark(
+            master=master,
+            fault=f"no task ran within {patience:.0f} s: there are no executors with free cores",
+        )
+    if failures:
+        from keylane.spark.failure import cause  # noqa: PLC0415
+
+        return Spark(master=master, fault=f"a small job failed: {cause(failures[0]).line}")
+    conf = context.getConf()
+    local = re.fullmatch(r"local\[[^,\]]+,(\d+)\]", context.master or "")
+    return Spark(
+        master=master,
+        slots=tasks_for(spark, None),
+        workers=tuple(
+            Host(name=name, python=python, packages=found, clock=clock, asked=(before, after))
+            for name, python, found, clock in answers
+        ),
+        speculation=(conf.get("spark.speculation", "false") or "").lower() == "true",
+        max_failures=int(local[1] if local else conf.get("spark.task.maxFailures", "4") or 4),
+    )
+
+
+def _run(context: Any, packages: list[str], answers: list[Any], failures: list[BaseException]) -> None:
+    try:
+        count = 2 * max(1, context.defaultParallelism)
+        answers.extend(
+            context.parallelize(range(count), count).mapPartitions(worker.describe_each(packages)).collect()
+        )
+    except Exception as error:
+        failures.append(error)

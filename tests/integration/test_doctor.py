@@ -1,0 +1,113 @@
+"""The doctor at a real broker: what it finds there, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import Consumer
+from typer.testing import CliRunner
+
+from keylane.cli.main import app as cli
+from keylane.doctor.facts import App
+from keylane.doctor.probe_host import bounds, probe_host, probe_spark
+from keylane.doctor.probe_kafka import probe_cluster
+from keylane.kafka.settings import KafkaSettings
+from tasks import Runner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from pyspark.sql import SparkSession
+
+    from support import Log
+
+
+def examine(log: Log, *arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(
+        cli, ["doctor", *arguments, "--bootstrap", log.bootstrap, "--no-spark", "--json"]
+    )
+    assert result.exit_code in (0, 1), result.output + str(result.exception)
+    said: dict[str, Any] = json.loads(result.stdout)
+    assert said["sound"] is (result.exit_code == 0)
+    return said
+
+
+def bad(said: dict[str, Any]) -> list[str]:
+    return [one["found"] for one in said["findings"] if one["level"] in ("fault", "warning")]
+
+
+def test_an_app_that_is_well_gets_no_warning_and_is_left_as_it_was(
+    log: Log, name: str, tmp_path: Path
+) -> None:
+    log.create(f"{name}.in", partitions=2)
+    log.send(f"{name}.in", [{"key": b"k%d" % i, "value": b"%d" % i} for i in range(20)])
+    runner = Runner(log, name, tmp_path)
+    runner.run()
+    log.alter(f"{name}.dlq", retention_ms="-1")
+    before, topics = runner.committed(), set(log.cluster.topics())
+    said = examine(log, name, "--source", f"{name}.in")
+    assert bad(said) == []
+    found = {one["check"]: one["found"] for one in said["findings"]}
+    assert found["lag"].startswith("0 messages")
+    assert "rights" in found
+    assert "no message" in found["clocks"]
+    assert (runner.committed(), set(log.cluster.topics())) == (before, topics)
+
+
+def test_faults_that_were_planted_at_the_broker_are_found(log: Log, name: str) -> None:
+    log.create(f"{name}.in", partitions=2, cleanup_policy="compact", retention_ms="60000")
+    log.create(f"{name}.state", partitions=2, cleanup_policy="delete")
+    old, ahead = int((time.time() - 45) * 1000), int((time.time() + 600) * 1000)
+    log.send(f"{name}.in", [{"key": b"a", "value": b"1", "timestamp": old}])
+    log.send(f"{name}.in", [{"key": b"a", "value": b"2", "timestamp": ahead}])
+    member: Any = Consumer(
+        {
+            "bootstrap.servers": log.bootstrap,
+            "group.id": name,
+            "client.id": "billing",
+            "auto.offset.reset": "earliest",
+        }
+    )
+    member.subscribe([f"{name}.in"])
+    try:
+        deadline = time.monotonic() + 20
+        while member.poll(0.1) is None and time.monotonic() < deadline:
+            pass  # until it is a member
+        said = examine(log, name, "--source", f"{name}.in")
+    finally:
+        member.close()
+    assert said["sound"] is False
+    text = "\n".join(bad(said))
+    for wanted in (
+        "is compacted",
+        "is deleted in time",
+        "billing at",
+        "in the future",
+        "s old, and the source keeps",
+    ):
+        assert wanted in text
+
+
+def test_a_broker_that_does_not_answer_and_a_source_that_is_missing_are_faults(
+    log: Log, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert any("does not exist" in text for text in bad(examine(log, name, "--source", f"{name}.nothing")))
+    monkeypatch.setattr("keylane.kafka.cluster.TIMEOUT", 1.0)
+    nobody = probe_cluster(KafkaSettings("127.0.0.1:1"), App(name=name, source="x"))
+    assert "no Kafka broker answered" in nobody.fault
+
+
+def test_workers_say_what_they_have(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda _self: None)  # it is everybody's
+    host, java = probe_host(bounds())
+    found = probe_spark("local[2]", list(host.packages))
+    assert (found.fault, found.slots, java.fault) == ("", 2, "")
+    assert {(one.python, tuple(sorted(one.packages.items()))) for one in found.workers} == {
+        (host.python, tuple(sorted(host.packages.items())))
+    }
+    assert all(one.asked[0] - 1 <= one.clock <= one.asked[1] + 1 for one in found.workers)
+    none = probe_spark("local[2]", [], patience=0.0)
+    assert "no task ran within" in none.fault
