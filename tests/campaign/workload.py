@@ -127,6 +127,10 @@ class Recorder:
     def ended(self, message: Delivery, attempt: int, outcome: str) -> None:
         self._writer.ended(message, attempt, outcome)
 
+    def began_again(self) -> None:
+        """After a transaction that was not taken: from the last commit, as another owner."""
+        self._writer.began_again()
+
 
 def _in_task(folder: str, breaks: str) -> Recorder:
     """Where the app is unpickled: in a task, before it begins."""
