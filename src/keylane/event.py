@@ -127,19 +127,26 @@ def encode_key(key: object) -> bytes:
     )
 
 
-def encode_value(value: Any) -> bytes | None:
-    """Bytes as they are, text as UTF-8, None as a null value, anything else as JSON; dataclasses as objects.
+def as_bytes(value: Any) -> bytes:
+    """Bytes as they are, text as UTF-8, anything else as JSON; dataclasses as objects.
 
     Raises TypeError or ValueError for what is no JSON.
     """
-    if value is None or isinstance(value, bytes):
+    if isinstance(value, bytes):
         return value
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
+    return _dump(value).encode()
+
+
+def encode_value(value: Any) -> bytes | None:
+    """None as a null value, anything else :func:`as_bytes`. Raises TypeError or ValueError for what is no JSON."""
+    if value is None:
+        return None
     try:
-        return _dump(value).encode()
+        return as_bytes(value)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(

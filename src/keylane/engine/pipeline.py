@@ -16,6 +16,7 @@ from keylane.core.classify import Failure, classify
 from keylane.engine.batch import Batcher
 from keylane.engine.gate import Gate
 from keylane.errors import Poison, ResourceError
+from keylane.event import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -232,22 +233,12 @@ def decoder(app: App) -> Callable[[bytes], Any] | None:
     return app.decode
 
 
-_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
 def encode(value: Any, stage: str) -> bytes:
-    """A stage's result as bytes: bytes as they are, text as UTF-8, anything else as JSON.
-
-    Raises :class:`Poison` naming the stage when it is none of these.
-    """
-    if isinstance(value, bytes):
+    """A stage's result as bytes: see :func:`keylane.event.as_bytes`. Raises :class:`Poison` naming the stage."""
+    if isinstance(value, bytes):  # the hot path
         return value
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
     try:
-        return _dump(value).encode()
+        return as_bytes(value)
     except (TypeError, ValueError) as error:
         raise Poison(
             f"stage {stage!r} returned a {type(value).__name__} that is neither bytes, nor text, nor JSON: {error}"
