@@ -1,13 +1,20 @@
 """What telemetry costs: ``python -m bench.telemetry [--messages 150000] [--pairs 8]``.
 
 A full topic is worked off by one task, in this process and without Spark, with handlers that do nothing and results
-that are acknowledged: the most messages a second that there are, so the most that telemetry can cost. Runs with and
-without it take turns (on, off, off, on, …), so that what else the machine does falls on both. Each has a group, a sink
-and clients of its own, and is measured from its first message to its last.
+that are acknowledged: the most messages a second that there are, so the most that telemetry can cost. Each run has a
+group, a sink and clients of its own, and is measured from its first message to its last. Two ways:
 
-Two figures: messages per second, and processor time of the whole process per message, which other work on the machine
-disturbs less. Compared are the medians, and beside them the spread of runs of the same kind. Exit code 0: the
-processor time per message is at most 1% more with telemetry, or no more than that is certain from the spread.
+=============== ======================================================================================================
+``on``/``off``  runs with and without it take turns (on, off, off, on, …), so that what else the machine does falls on
+                both: messages per second, and processor time of the whole process per message. Medians, and beside them
+                the spread of runs without it: a difference that is smaller than that is not known
+``accounted``   runs with it in which the processor time inside telemetry's own code on the task's loop is added up,
+                against all processor time of the loop, which is what bounds a drain. Other work on the machine falls
+                on both parts of that fraction; looking at the clock is counted as telemetry, so it is an upper bound
+=============== ======================================================================================================
+
+Exit code 0: at most 1% of the loop is telemetry's, and with it the processor time per message is at most 1% more, or
+less more than the spread.
 """
 
 from __future__ import annotations
@@ -17,19 +24,27 @@ import gc
 import json
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
 
 from bench.machine import facts
 from keylane import App, Message
 from keylane.broker import Broker
+from keylane.engine.meter import Meter
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.task import Task, TaskPlan
+from keylane.kafka.telemetry import TelemetryWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ALLOWED = 0.01
 PARTITIONS = 8
 _SOURCE = "telemetry.in"
+_ACCOUNTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +54,8 @@ class Run:
     per_second: float
     cpu_us: float
     """Of processor time, per message."""
+    loop: float
+    """Seconds of processor time of the task's loop."""
 
 
 def measure(settings: KafkaSettings, name: str, messages: int, *, telemetry: bool) -> Run:
@@ -47,14 +64,14 @@ def measure(settings: KafkaSettings, name: str, messages: int, *, telemetry: boo
     cluster.ensure(f"{name}.out", PARTITIONS, {})
     app = App(name, source=_SOURCE, sink=f"{name}.out", telemetry=telemetry, idempotency=None)
     seen = 0
-    marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, float, float]] = []
 
     @app.stage
     async def work(msg: Message) -> bytes:
         nonlocal seen
         seen += 1
         if seen in (1, messages):
-            marks.append((time.perf_counter(), time.process_time()))
+            marks.append((time.perf_counter(), time.process_time(), time.thread_time()))
         return bytes(msg.value)
 
     topics = cluster.prepare(app)
@@ -76,8 +93,38 @@ def measure(settings: KafkaSettings, name: str, messages: int, *, telemetry: boo
     if seen != messages:
         raise SystemExit(f"{name}: {seen:,} of {messages:,} messages ran")
     gc.collect()
-    (began, cpu), (ended, cpu_then) = marks
-    return Run(per_second=messages / (ended - began), cpu_us=(cpu_then - cpu) / messages * 1e6)
+    began, ended = marks
+    return Run(
+        per_second=messages / (ended[0] - began[0]),
+        cpu_us=(ended[1] - began[1]) / messages * 1e6,
+        loop=ended[2] - began[2],
+    )
+
+
+@contextmanager
+def accounted() -> Iterator[list[float]]:
+    """The processor time that telemetry's own code takes inside, in seconds."""
+    spent = [0.0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*args: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*args, **named)
+            finally:
+                spent[0] += time.thread_time() - began
+
+        return timing
+
+    places: list[tuple[Any, str]] = [(Meter, "done"), (Meter, "tick"), (TelemetryWriter, "_tell")]
+    kept = [(kind, name, getattr(kind, name)) for kind, name in places]
+    for kind, name, call in kept:
+        setattr(kind, name, timed(call))
+    try:
+        yield spent
+    finally:
+        for kind, name, call in kept:
+            setattr(kind, name, call)
 
 
 def main() -> int:
@@ -89,6 +136,7 @@ def main() -> int:
     for name, value in facts().items():
         print(f"{name}: {value}", file=sys.stderr)
     runs: dict[bool, list[Run]] = {True: [], False: []}
+    shares = []
     with Broker() as broker:
         settings = KafkaSettings(broker.bootstrap)
         Cluster(settings).ensure(_SOURCE, PARTITIONS, {})
@@ -99,6 +147,11 @@ def main() -> int:
                 producer.poll(0)
         producer.flush(60)
         measure(settings, "warm", given.messages, telemetry=True)
+        for number in range(_ACCOUNTED):
+            with accounted() as spent:
+                run = measure(settings, f"accounted{number}", given.messages, telemetry=True)
+            shares.append(spent[0] / run.loop)
+            print(f"accounted {spent[0] * 1e3:.2f} ms of {run.loop:.2f} s: {shares[-1]:.3%}", file=sys.stderr)
         order = [True, False, False, True] * ((given.pairs + 1) // 2)
         for number, on in enumerate(order[: 2 * given.pairs]):
             run = measure(settings, f"bench{number}", given.messages, telemetry=on)
@@ -108,6 +161,7 @@ def main() -> int:
     cpu = {on: median(run.cpu_us for run in found) for on, found in runs.items()}
     low, _, high = quantiles([run.cpu_us for run in runs[False]], n=4)
     result = {
+        "share_of_loop": round(median(shares), 5),
         "off_per_second": round(rate[False]),
         "on_per_second": round(rate[True]),
         "slower": round(1 - rate[True] / rate[False], 4),
@@ -120,7 +174,8 @@ def main() -> int:
     for on in (False, True):
         print(f"| {'on' if on else 'off'} | {rate[on]:,.0f} | {cpu[on]:.2f} us |")
     print(json.dumps(result))
-    return 0 if result["more_cpu"] <= ALLOWED or result["more_cpu"] <= result["spread_of_cpu"] else 1
+    fine = result["more_cpu"] <= max(ALLOWED, result["spread_of_cpu"])
+    return 0 if result["share_of_loop"] <= ALLOWED and fine else 1
 
 
 if __name__ == "__main__":

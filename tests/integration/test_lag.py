@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from keylane import App, Message, Poison, Telemetry
 from keylane.cli.main import app as command
+from keylane.kafka import lag_watch
 from keylane.kafka.state import order_stop
 from keylane.testing import HistoryWriter
 from support import wait_until
@@ -20,6 +21,8 @@ from tasks import Runner
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
     from keylane.testing import Verdict
     from support import Log
@@ -35,7 +38,7 @@ def lag(log: Log, *arguments: str, code: int) -> dict[str, Any]:
 
 
 def test_a_blocked_lane_is_named_as_what_an_app_is_stuck_on(
-    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = f"{name}.in"
     log.create(source, partitions=2)
@@ -75,6 +78,7 @@ def test_a_blocked_lane_is_named_as_what_an_app_is_stuck_on(
     finally:
         order_stop(log.settings, app.state, 2, "r1")
         running.join()
+    monkeypatch.setattr(lag_watch, "GAP", 0.0)
     found = lag(log, name, code=3)  # which topic it reads is in its telemetry
     assert found["topic"] == source
     assert found["why"][0].startswith("no task of the app runs")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,21 @@ from keylane.cli.lag_view import facts, reasons, shown
 from keylane.cli.main import app, main
 from keylane.core.pace import Movement, Pace, pace_of
 from keylane.core.record import Kept
-from keylane.core.telemetry import HotFigures, PartitionFigures
+from keylane.core.telemetry import HotFigures, LaneFigures, PartitionFigures
 from keylane.errors import KafkaError
+from keylane.kafka import lag_watch
 from keylane.kafka.heads import Head
 from keylane.kafka.lag import PartitionLag
 from keylane.kafka.lag_watch import LagView, PartitionView
+from keylane.kafka.settings import KafkaSettings
 from snapshots import snapshot
 from statelog import stopped
 
 if TYPE_CHECKING:
-    from keylane.kafka.settings import KafkaSettings
+    from collections.abc import Callable
+
+    from keylane.core.record import LaneRecord
+    from keylane.core.telemetry import Snapshot
 
 NOW = 10_000.0
 
@@ -74,6 +80,7 @@ def view(*paces: Pace, lag: int = 1000, **given: Any) -> LagView:
         PartitionView(
             partition=number,
             offsets=PartitionLag(begin=0, end=1040 + lag, committed=1040),
+            reached=1040,
             movement=moved(100, 50, lag),
             oldest=Head(offset=1040, key=b"k42", at=NOW - 720),
             pace=pace,
@@ -122,6 +129,15 @@ def test_what_a_partition_is_stuck_on() -> None:
         "paused: the task has no room for more of it",
     ]
     assert reasons(behind, behind.partitions[1]) == []
+
+
+def test_a_group_that_is_not_there_and_one_that_commits_later_are_told_apart_from_a_stuck_one() -> None:
+    found = first(view(Pace.STUCK), offsets=PartitionLag(begin=0, end=9, committed=None))
+    assert reasons(found, found.partitions[0])[0].startswith("the group has no offset here")
+    later = first(view(Pace.IDLE), reached=2040, movement=moved(0, 0, 0))
+    assert reasons(later, later.partitions[0]) == [
+        "all is done, up to offset 2040; the group's offset follows with the next commit"
+    ]
 
 
 def test_it_is_shown_as_a_table_with_what_is_known_below() -> None:
@@ -238,3 +254,109 @@ def test_wrong_usage_is_told(
         main()
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+# -- looking -------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """What a broker would answer: a partition of a group that stands at 100 while the log grows, and telemetry."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.end, self.committed = 1000, 100
+        self.told: list[Snapshot] = []
+        self.lanes: list[LaneRecord] = []
+        broker = self
+
+        class Meter:
+            def __init__(self, *_: object) -> None: ...
+            def partitions(self) -> dict[int, PartitionLag]:
+                return {0: PartitionLag(begin=0, end=broker.end, committed=broker.committed)}
+
+        class Heads:
+            def __init__(self, *_: object) -> None: ...
+            def close(self) -> None: ...
+            def read(self, places: dict[int, int]) -> dict[int, Head]:
+                return {p: Head(offset=at, key=b"k", at=time.time() - 3600) for p, at in places.items()}
+
+        class Operator:
+            def __init__(self, *_: object) -> None: ...
+            def close(self) -> None: ...
+            def lanes(self) -> list[LaneRecord]:
+                return broker.lanes
+
+            def attempts(self) -> dict[int, dict[int, Kept]]:
+                return {}
+
+        class Records:
+            def __init__(self, *_: object) -> None: ...
+            def close(self) -> None: ...
+            def catch_up(self, _wait: float) -> list[Snapshot]:
+                told, broker.told = broker.told, []
+                return told
+
+        for name, made in {
+            "LagMeter": Meter,
+            "Heads": Heads,
+            "Operator": Operator,
+            "TelemetryLog": Records,
+        }.items():
+            monkeypatch.setattr(lag_watch, name, made)
+
+    def tell(self, watermark: int, ago: float = 0.0, **given: Any) -> None:
+        at = time.time() - ago
+        figures = PartitionFigures(
+            watermark=watermark, position=self.end, end=self.end, held=0, away=0, paused=False
+        )
+        self.told.append(snapshot(began=at - 100, at=at, partitions={0: figures}, **given))
+
+    def looked(self, second: Callable[[], None] = lambda: None) -> LagView:
+        watch = lag_watch.LagWatch(KafkaSettings("nowhere:1"), "chat", "chat.in", over=0.2)
+        assert watch.look() is None
+        second()
+        found = watch.look()
+        watch.close()
+        assert found is not None
+        return found
+
+
+def test_tasks_that_commit_later_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.tell(500, ago=1)
+    found = cluster.looked(lambda: cluster.tell(900))
+    assert (found.pace, found.lag) == (Pace.KEEPING_UP, 900)
+    oldest = found.partitions[0].oldest
+    assert oldest is not None
+    assert oldest.offset == 900
+    assert found.partitions[0].movement.done == 400
+
+
+def test_without_any_movement_an_old_message_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.tell(100, lanes=LaneFigures(running=3))
+    found = cluster.looked()
+    assert found.pace is Pace.STUCK
+    assert reasons(found, found.partitions[0]) == [
+        "nothing moved past offset 100 (key k) in 0 s while others go on"
+    ]
+
+
+def test_between_two_epochs_an_app_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.tell(100, ago=2, final=True)
+    assert cluster.looked().silent is None
+    cluster.tell(100, ago=60, final=True)
+    found = cluster.looked()
+    assert found.silent == pytest.approx(60, abs=5)
+    assert found.pace is Pace.STUCK
+
+
+def test_a_lane_that_is_blocked_further_on_holds_up_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.lanes = [stopped(b"late", offset=700, partition=0), stopped(b"later", offset=800, partition=0)]
+    cluster.tell(100)
+    found = cluster.looked(lambda: setattr(cluster, "committed", 300))
+    assert found.pace is Pace.CATCHING_UP
+    assert found.partitions[0].blocked == cluster.lanes[0]
+    cluster.committed = 700
+    assert cluster.looked().pace is Pace.STUCK

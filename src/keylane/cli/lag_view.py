@@ -32,7 +32,11 @@ def facts(group: str, topic: str, view: LagView) -> dict[str, Any]:
         "topic": topic,
         "at": round(view.at, 3),
         "state": view.pace.value,
-        "why": [why for one in view.partitions if one.pace is view.pace for why in reasons(view, one)],
+        "why": list(
+            dict.fromkeys(
+                why for one in view.partitions if one.pace is view.pace for why in reasons(view, one)
+            )
+        ),
         "lag": view.lag,
         "rate_in": round(movement.rate_in, 1),
         "rate_out": round(movement.rate_out, 1),
@@ -74,6 +78,10 @@ def reasons(view: LagView, one: PartitionView) -> list[str]:
 def _reasons(view: LagView, one: PartitionView) -> Iterator[str]:
     if view.silent is not None:
         yield f"no task of the app runs; the last one spoke {age(view.silent)} ago"
+    if one.offsets.committed is None:
+        yield "the group has no offset here: it has never finished anything of it, or its name is another"
+    elif one.reached > one.offsets.at and one.movement.lag == 0:
+        yield f"all is done, up to offset {one.reached}; the group's offset follows with the next commit"
     blocked = one.blocked
     if blocked is not None:
         name = lane_name(blocked.key, f"{blocked.partition}/{blocked.offset}")
@@ -101,7 +109,7 @@ def _reasons(view: LagView, one: PartitionView) -> Iterator[str]:
     if one.pace is Pace.STUCK and view.silent is None and blocked is None and one.retried is None:
         going = " while others go on" if any(task.lanes.running for task in view.tasks) else ""
         key = "" if one.oldest is None or one.oldest.key is None else f" (key {_key(one.oldest.key)})"
-        at = one.offsets.at if one.oldest is None else one.oldest.offset
+        at = one.reached if one.oldest is None else one.oldest.offset
         yield f"nothing moved past offset {at}{key} in {one.movement.seconds:.0f} s{going}"
 
 

@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
 
 
+GAP = 3.0
+"""Seconds, and two intervals, for which nobody need speak between two epochs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionView:
     """One partition of one look."""
 
     partition: int
     offsets: PartitionLag
+    reached: int
+    """Below which everything is done, as far as is known: tasks may be ahead of the group's offset."""
     movement: Movement
+    """By what was reached."""
     oldest: Head | None
     """The first message that is not done; None when there is none, or it could not be read."""
     pace: Pace
@@ -64,7 +71,7 @@ class LagView:
             seconds=self.partitions[0].movement.seconds if self.partitions else 1.0,
             came=sum(one.movement.came for one in self.partitions),
             done=sum(one.movement.done for one in self.partitions),
-            lag=self.lag,
+            lag=sum(one.movement.lag for one in self.partitions),
         )
 
     @property
@@ -82,6 +89,13 @@ class LagView:
         return (most.partition, share) if share >= max(0.5, 2 / len(self.partitions)) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    at: float
+    offsets: Mapping[int, PartitionLag]
+    reached: Mapping[int, int]
+
+
 class LagWatch:
     """Of a group and a topic; with ``app`` also of what an app of the group's name tells. One thread uses it.
 
@@ -95,7 +109,7 @@ class LagWatch:
         self._meter = LagMeter(settings, group, topic)
         self._heads = Heads(settings, topic)
         self._over = over
-        self._before: deque[tuple[float, Mapping[int, PartitionLag]]] = deque()
+        self._before: deque[_Look] = deque()
         self._operator: Operator | None = None
         self._records: TelemetryLog | None = None
         self._totals = Totals(since=time.time())
@@ -117,29 +131,33 @@ class LagWatch:
 
     def look(self) -> LagView | None:
         """What has happened since; None for the first time, when there is nothing to compare with."""
-        offsets, now = self._meter.partitions(), time.monotonic()
-        before = self._before
-        before.append((now, offsets))
-        while len(before) > 2 and now - before[1][0] >= self._over:
-            before.popleft()
-        if len(before) < 2:
-            return None
-        return self._view(offsets, *before[0], now)
-
-    def _view(
-        self,
-        offsets: Mapping[int, PartitionLag],
-        then: float,
-        earlier: Mapping[int, PartitionLag],
-        now: float,
-    ) -> LagView:
-        wall = time.time()
         if self._records is not None:
             self._totals.take(self._records.catch_up(1.0))
+        offsets, now = self._meter.partitions(), time.monotonic()
+        reached = self._reached(offsets)
+        before = self._before
+        before.append(_Look(at=now, offsets=offsets, reached=reached))
+        while len(before) > 2 and now - before[1].at >= self._over:
+            before.popleft()
+        return None if len(before) < 2 else self._view(before[0], before[-1])
+
+    def _reached(self, offsets: Mapping[int, PartitionLag]) -> dict[int, int]:
+        """Below which everything is done: the group's offset, or what tasks tell, who commit it later.
+
+        With ``commit="epoch"`` that is minutes later, and the group seems to stand still meanwhile.
+        """
+        marks: dict[int, list[int]] = {}
+        for task in self._totals.running(time.time()):
+            for partition, figures in task.partitions.items():
+                marks.setdefault(partition, []).append(figures.watermark)
+        return {p: min(one.end, max(one.at, min(marks.get(p, [0])))) for p, one in offsets.items()}
+
+    def _view(self, was: _Look, look: _Look) -> LagView:
+        wall, offsets = time.time(), look.offsets
         running = self._totals.running(wall)
-        silent = None
-        if not running and self._totals.last_at:
-            silent = max(0.0, wall - self._totals.last_at)
+        silent, last = None, self._totals.latest
+        if not running and last is not None and wall - last.at > GAP + 2 * last.interval:
+            silent = wall - last.at
         blocked: dict[int, LaneRecord] = {}
         attempts: Mapping[int, Mapping[int, Kept]] = {}
         if self._operator is not None:
@@ -147,24 +165,27 @@ class LagWatch:
                 if record.stop is Stop.BLOCKED:
                     blocked[record.partition] = record
             attempts = self._operator.attempts()
-        heads = self._heads.read({p: one.at for p, one in offsets.items() if one.lag})
+        heads = self._heads.read({p: at for p, at in look.reached.items() if at < offsets[p].end})
         views = []
         for partition, one in sorted(offsets.items()):
-            was = earlier.get(partition, one)  # it was added meanwhile
+            at = look.reached[partition]
+            earlier = was.offsets.get(partition, one)  # it was added meanwhile
             movement = Movement(
-                seconds=max(now - then, 1e-3), came=one.end - was.end, done=one.at - was.at, lag=one.lag
+                seconds=max(look.at - was.at, 1e-3),
+                came=one.end - earlier.end,
+                done=at - was.reached.get(partition, at),
+                lag=one.end - at,
             )
             head = heads.get(partition)
             tried = attempts.get(partition) or {}
-            retried = min(
-                ((at, kept) for at, kept in tried.items() if at >= one.at), default=None, key=_offset
-            )
+            retried = min(((o, kept) for o, kept in tried.items() if o >= at), default=None, key=_offset)
             age = None if head is None or head.at is None else wall - head.at
-            at_head = one.at if head is None else head.offset
+            at_head = at if head is None else head.offset
             views.append(
                 PartitionView(
                     partition=partition,
                     offsets=one,
+                    reached=at,
                     movement=movement,
                     oldest=head,
                     pace=pace_of(
