@@ -20,7 +20,7 @@ test: lint ## lint, types, unit tests, integration tests (under 15 minutes)
 lint: dev-env ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src tests $(wildcard bench)
+	$(BIN)/mypy src tests $(wildcard bench examples)
 
 bench: dev-env ## measure throughput and latency
 	$(BIN)/python -m bench
