@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keylane import App, Fact, Field, Message, Poison, ReadModel, SettingsError
 from keylane.testing import Crash, Drain, Harness, MemoryRecord
-from orders import ORDERS, as_message, folded, one_event
+from order_events import ORDERS, as_message, folded, one_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

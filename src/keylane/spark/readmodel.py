@@ -180,14 +180,8 @@ class SparkTable:
         rows = facts.where(f.col(_REFUSED).isNull()).drop(_REFUSED)
         if pointer is not None:
             rows = self._before(pointer).unionByName(rows)
-        news = []
-        for kind, fields in model.fields.items():
-            rank = f.col(_quoted(model.rank_column(kind)))
-            news += [f.max_by(f.col(_quoted(name)), rank).alias(name) for name in fields]
-            news.append(f.max(rank).alias(model.rank_column(kind)))
         folder = self._snapshots.new_folder()
-        merged = rows.groupBy(_quoted(model.key)).agg(*news)
-        merged.select(*map(_quoted, self._columns())).write.parquet(self._snapshots.data(folder))
+        self._joined(rows).write.parquet(self._snapshots.data(folder))
         number = self._snapshots.publish(folder, model.form, offsets).number
         self._snapshots.tidy(self._retain)
         found = told.get
@@ -200,6 +194,23 @@ class SparkTable:
                 model.name, done.refused, done.events, done.why,
             )  # fmt: skip
         return done
+
+    def _joined(self, rows: DataFrame) -> DataFrame:
+        """A row for each key: of every event type, the rank and the fields of the row that has the highest rank."""
+        model = self.model
+        best: list[Column] = []
+        ranks: list[Column] = []
+        fields: list[Column] = []
+        for number, (kind, facts) in enumerate(model.fields.items()):
+            column = model.rank_column(kind)
+            rank = f.col(_quoted(column))
+            # One maximum for a type, not one for each of its fields: Spark sorts for these, and is slow with many.
+            whole = f.struct(rank.alias("rank"), *(f.col(_quoted(name)).alias(name) for name in facts))
+            best.append(f.max(f.when(rank.isNotNull(), whole)).alias(f"best{number}"))
+            ranks.append(f.col(f"best{number}").getField("rank").alias(column))
+            fields += [f.col(f"best{number}").getField(name).alias(name) for name in facts]
+        key = f.col(_quoted(model.key)).alias("key")
+        return rows.groupBy(key).agg(*best).select(f.col("key").alias(model.key), *fields, *ranks)
 
     def _facts(self, df: DataFrame) -> DataFrame:
         """A row for each event of the model's types: its key, the fields and the rank of its type, all others null."""
@@ -325,9 +336,9 @@ def _row(model: ReadModel, msg: Message) -> dict[str, Any] | None:
 
 def _messages(batch: pa.RecordBatch) -> Iterator[Message]:
     """Rows without a position have none that could be told: the same for all of them, whenever they come."""
-    columns = {name: batch.column(name).to_pylist() for name in _TAKEN if name != "timestamp"}
-    for number, time in enumerate(milliseconds(batch.column("timestamp"))):
-        row = {name: column[number] for name, column in columns.items()}
-        place = row["topic"] or "", row["partition"] or 0, row["offset"] or 0
-        headers = headers_of(row["headers"], row["event_id"])
-        yield Message(FrameRecord(row["key"], row["value"], place, time, headers, ()))
+    names = [name for name in _TAKEN if name != "timestamp"]
+    times = milliseconds(batch.column("timestamp"))
+    rows = zip(times, *(batch.column(name).to_pylist() for name in names), strict=True)
+    for time, key, value, headers, topic, partition, offset, event_id in rows:
+        place = topic or "", partition or 0, offset or 0
+        yield Message(FrameRecord(key, value, place, time, headers_of(headers, event_id), ()))
