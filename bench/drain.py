@@ -61,7 +61,7 @@ def measure(ground: Field, name: str, settings: Settings) -> Sheet:
     """All rounds. Every input is loaded once; every run has a group and an output topic of its own."""
     contestants = ground.lineup.waiting() if settings.stage_ms else ground.lineup.drain()
     if settings.zipf:
-        contestants = [one for one in contestants if not one.slow or one.peer == "go"]
+        contestants = ground.lineup.skewed()
     title = f"Drain: {settings.n:,} messages, {settings.keys:,} keys{settings.drawn}, {settings.handler}"
     sheet = ground.sheet(name, title, asdict(settings), COLUMNS)
     with Inputs(ground, name) as inputs:

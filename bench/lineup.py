@@ -74,6 +74,18 @@ class Lineup:
             ]
         )
 
+    def skewed(self) -> list[Contestant]:
+        """No-op handlers and a few hot keys, with which parallel-consumer does a thousand messages per second."""
+        return self._there(
+            [
+                self._keylane(),
+                replace(self._java(256), most=30_000),
+                self._python("aiokafka"),
+                self._python("raw"),
+                self._go(256),
+            ]
+        )
+
     def waiting(self) -> list[Contestant]:
         """Handlers that wait a few milliseconds for each message."""
         return self._there(
