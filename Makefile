@@ -17,7 +17,8 @@ demo: run-env ## see lanes at work: a broker, a load and an app, on this machine
 	@$(BIN)/keylane demo
 
 test: lint ## lint, types, unit tests, integration tests (under 15 minutes)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n auto
+	$(BIN)/python -m pytest tests/integration
 
 lint: dev-env ## ruff and mypy
 	$(BIN)/ruff check .
