@@ -23,7 +23,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.testing import Sent
+from keylane.testing import Sent, read_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -211,6 +211,12 @@ def python_workers(of: int | None = None) -> list[int]:
         and "pyspark.daemon" not in known.get(known.get(pid, (0, ""))[0], (0, ""))[1]
     }
     return [pid for pid in family if known.get(pid, (0, ""))[0] in daemons]
+
+
+def at_work(history: Path, number: int = 0) -> int:
+    """One of the processes that ran the last messages: others may be idle, and their death hits nothing."""
+    pids = sorted({int(event.owner.partition("+")[0]) for event in read_history(history).events[-200:]})
+    return pids[number % len(pids)]
 
 
 class Running:

@@ -19,7 +19,6 @@ from campaign.runner import run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow  # minutes on two cores: make soak
 DELIVERY = "at_least_once"
 
 

@@ -123,6 +123,7 @@ def test_what_an_app_repeats_after_a_crash_runs_once_in_the_next(log: Log, name:
     check_results(given, came).raise_if_bad()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_example_runs_by_one_command(broker: Broker) -> None:
     told = subprocess.run(

@@ -16,7 +16,7 @@ import pytest
 
 from keylane import App, Message, Poison
 from keylane.testing import HistoryWriter, Verdict, read_history
-from support import Log, kill, python_workers, wait_until
+from support import Log, at_work, kill, python_workers, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ def test_every_result_is_in_parquet_once(
     query = start(scores(name, tmp_path), spark, broker.bootstrap, tmp_path)
     offering = offer(6_000, 10_000)
     wait_for_more(500)
-    kill(python_workers()[0])
+    kill(at_work(tmp_path / "history"))
     offering.join()
     wait_until(lambda: not log.lag(name, f"{name}.in"), 40, "everything is committed")
     query.stop()

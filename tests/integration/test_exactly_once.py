@@ -11,7 +11,7 @@ import pytest
 
 from keylane import App, Message, Poison, Retry, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results
-from support import Log, ids, kill, python_workers, wait_until
+from support import Log, at_work, ids, kill, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +72,7 @@ def test_with_workers_killed_every_result_and_every_letter_is_there_once(
     offering.start()
     for number, enough in enumerate((4_000, 12_000, 20_000)):
         wait_until(lambda enough=enough: log.count(f"{name}.out") > enough, 60, "results come")  # type: ignore[misc]
-        wait_until(python_workers, 20, "there are workers")
-        workers = python_workers()
-        kill(workers[number % len(workers)])
+        kill(at_work(tmp_path / "history", number))
     offering.join()
     wait_until(lambda: not log.lag(name, f"{name}.in"), 40, "everything is done")
     query.stop()

@@ -11,7 +11,7 @@ import pytest
 
 from keylane import App, Message, Retry, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
-from support import Log, kill, python_workers
+from support import Log, at_work, kill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +108,7 @@ def test_a_killed_worker_loses_nothing_and_repeats_only_since_the_last_commit(
     while killed < 1 and time.monotonic() < deadline:
         time.sleep(0.05)
         if log.count(f"{name}.out") > 5_000:
-            kill(python_workers()[0])
+            kill(at_work(tmp_path / "history"))
             killed += 1
     offering.join()
     while log.lag(name, f"{name}.in") and time.monotonic() < deadline + 60:
