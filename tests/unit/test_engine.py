@@ -576,7 +576,6 @@ def test_a_drain_ends_a_stage_that_will_not_be_cancelled() -> None:
         (False, b"false"),
         (1.5, b"1.5"),
     ],
-    ids=repr,
 )
 def test_results_are_bytes_text_or_json(returned: Any, written: bytes) -> None:
     app = make()
