@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +28,13 @@ ANY_PARTITION = -1
 RECORD_OVERHEAD = 128
 """Bytes a record takes in its batch besides key, value and headers, rounded up."""
 
+
+CROWDED = 64
+"""Lanes that wait for their turn: so many, and handlers have the loop to themselves."""
+_SLOW = 5_000.0
+"""Results per second. Above it the client's linger gathers enough of them by itself."""
+_HOLD = 0.05
+_LOOK = 0.5
 
 Report = Callable[[Any, Any], None]
 
@@ -56,6 +64,10 @@ class KafkaOutput:
     open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
     task begins again from what was committed last.
 
+    Where handlers compute, results trickle: a request for every few of them would cost the broker, and who shares its
+    machine, as much as the handlers. While lanes queue for the loop and results are few they are gathered for up to
+    50 ms; their messages have waited longer than that, and the lanes go on meanwhile.
+
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
 
@@ -69,6 +81,10 @@ class KafkaOutput:
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
+        self._gathering = False
+        self._gathered: list[tuple[bytes, Delivery, Headers, Report]] = []
+        self._first = 0.0  # when the first of them came
+        self._served, self._looked = 0, time.monotonic()
         self._origin = stamps if app.origin_time is None else app.origin_time
 
     def result(self, delivery: Delivery, value: bytes) -> None:
@@ -91,7 +107,8 @@ class KafkaOutput:
             self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             delivery.engine.acknowledge(delivery)
         else:
-            self._send(self._producer, value, delivery, headers, delivery)
+            send = self._gather if self._gathering else self._send
+            send(self._producer, value, delivery, headers, delivery)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
         """Raises :class:`Poison` when one of them is larger than the sink takes; then none is written."""
@@ -109,11 +126,12 @@ class KafkaOutput:
         for (value, _), headers in zip(values, all_headers, strict=True):
             self._check_size(delivery, value, headers)
         report = delivery if len(values) == 1 else _All(delivery, len(values))
+        send = self._gather if self._gathering else self._send
         for (value, _), headers in zip(values, all_headers, strict=True):
             if self._producer is None:
                 self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             else:
-                self._send(self._producer, value, delivery, headers, report)
+                send(self._producer, value, delivery, headers, report)
         if self._producer is None:
             delivery.engine.acknowledge(delivery)
 
@@ -166,10 +184,37 @@ class KafkaOutput:
             else:
                 return
 
+    def _gather(
+        self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers, report: Report
+    ) -> None:
+        now = time.monotonic()
+        if not self._gathered:
+            self._first = now
+        self._gathered.append((value, delivery, headers, report))
+        if now - self._first > _HOLD:
+            self._let_go(producer)
+
+    def _let_go(self, producer: Producer) -> None:
+        gathered, self._gathered = self._gathered, []
+        for value, delivery, headers, report in gathered:
+            self._send(producer, value, delivery, headers, report)
+
+    def look(self, waiting: int) -> None:
+        """Decide now and then whether results are gathered; ``waiting`` lanes wait for their turn."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK or self._producer is None:
+            return
+        rate = self._served / (now - self._looked)
+        self._served, self._looked = 0, now
+        self._let_go(self._producer)  # before anything overtakes them
+        self._gathering = waiting > CROWDED and rate < _SLOW
+
     def poll(self) -> None:
         """Serve what has been acknowledged."""
         if self._producer is not None:
-            self._producer.poll(0)
+            if self._gathered and time.monotonic() - self._first > _HOLD:
+                self._let_go(self._producer)
+            self._served += self._producer.poll(0)
         self._graveyard.poll()
 
     @staticmethod

@@ -525,6 +525,7 @@ class Task:
         handed_out = time.monotonic()
         while True:
             output.poll()
+            output.look(len(engine.table.ready))
             engine.settle()
             if time.monotonic() - handed_out > _OUTCOMES_EVERY:
                 handed_out = time.monotonic()

@@ -1,0 +1,63 @@
+"""Results of handlers that compute are gathered: fewer requests, the same results in the same order."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from keylane import App, Message
+from keylane.kafka.output import KafkaOutput
+from keylane.testing import HistoryWriter, check_results
+from support import Log, ids
+from tasks import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from keylane.testing import Verdict
+
+
+@pytest.mark.parametrize(("seconds", "gathers"), [(0.001, True), (0, False)])
+def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_order(
+    log: Log,
+    name: str,
+    tmp_path: Path,
+    judge: Callable[..., Verdict],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    gathers: bool,
+) -> None:
+    sizes: list[int] = []
+    let_go: Any = KafkaOutput._let_go
+
+    def counting(output: KafkaOutput, producer: Any) -> None:
+        sizes.append(len(output._gathered))
+        let_go(output, producer)
+
+    monkeypatch.setattr(KafkaOutput, "_let_go", counting)
+    log.create(f"{name}.in", f"{name}.out", partitions=2)
+    sent = log.send(
+        f"{name}.in",
+        [
+            {"key": b"k%d" % (n % 150), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
+            for n in range(3_000)
+        ],
+    )
+    app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(tmp_path / "history"))
+
+    @app.stage
+    async def compute(msg: Message) -> bytes:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        return bytes(msg.value)
+
+    assert len(Runner(log, name, tmp_path, app=app).run()) == 3_000
+    judge(sent)
+    check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+    assert (sum(sizes) > 1_000) == gathers, sizes
+    if gathers:
+        assert max(sizes) > 20, "a request for many of them"
