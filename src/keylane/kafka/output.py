@@ -31,10 +31,15 @@ RECORD_OVERHEAD = 128
 
 CROWDED = 64
 """Lanes that wait for their turn: so many, and handlers have the loop to themselves."""
+_FEW = 1_500.0
+"""Results per second of a task. So few are sent one by one: there are none to wait for."""
 _SLOW = 5_000.0
-"""Results per second. Above it the client's linger gathers enough of them by itself."""
-_HOLD = 0.05
-_LOOK = 0.5
+"""Fewer than this, and lanes that queue for the loop: handlers compute, and results can wait."""
+_SHORT, _LONG = 0.004, 0.05
+"""Seconds for which results are gathered."""
+_LOOK = 0.2
+LINGER = 0.5
+"""Milliseconds for which the client gathers by itself."""
 
 Report = Callable[[Any, Any], None]
 
@@ -64,9 +69,10 @@ class KafkaOutput:
     open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
     task begins again from what was committed last.
 
-    Where handlers compute, results trickle: a request for every few of them would cost the broker, and who shares its
-    machine, as much as the handlers. While lanes queue for the loop and results are few they are gathered for up to
-    50 ms; their messages have waited longer than that, and the lanes go on meanwhile.
+    A request holds results of one partition, and costs the broker much more than one more result in it. So results are
+    gathered for a few milliseconds, unless they are so few that most would go alone anyway; and where handlers compute
+    while lanes queue for the loop, for up to 50: those messages have waited longer than that, and the lanes go on
+    meanwhile.
 
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
@@ -81,7 +87,8 @@ class KafkaOutput:
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
-        self._gathering = False
+        self._hold = _SHORT
+        """Seconds for which results are gathered; 0: they are not."""
         self._gathered: list[tuple[bytes, Delivery, Headers, Report]] = []
         self._first = 0.0  # when the first of them came
         self._served, self._looked = 0, time.monotonic()
@@ -107,7 +114,7 @@ class KafkaOutput:
             self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             delivery.engine.acknowledge(delivery)
         else:
-            send = self._gather if self._gathering else self._send
+            send = self._gather if self._hold else self._send
             send(self._producer, value, delivery, headers, delivery)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
@@ -126,7 +133,7 @@ class KafkaOutput:
         for (value, _), headers in zip(values, all_headers, strict=True):
             self._check_size(delivery, value, headers)
         report = delivery if len(values) == 1 else _All(delivery, len(values))
-        send = self._gather if self._gathering else self._send
+        send = self._gather if self._hold else self._send
         for (value, _), headers in zip(values, all_headers, strict=True):
             if self._producer is None:
                 self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
@@ -187,11 +194,12 @@ class KafkaOutput:
     def _gather(
         self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers, report: Report
     ) -> None:
-        now = time.monotonic()
-        if not self._gathered:
-            self._first = now
-        self._gathered.append((value, delivery, headers, report))
-        if now - self._first > _HOLD:
+        gathered = self._gathered
+        if not gathered:
+            self._first = time.monotonic()
+        gathered.append((value, delivery, headers, report))
+        # Until poll() lets them go; it comes late where handlers have the loop to themselves.
+        if not len(gathered) % 16 and time.monotonic() - self._first > self._hold:
             self._let_go(producer)
 
     def _let_go(self, producer: Producer) -> None:
@@ -206,13 +214,18 @@ class KafkaOutput:
             return
         rate = self._served / (now - self._looked)
         self._served, self._looked = 0, now
-        self._let_go(self._producer)  # before anything overtakes them
-        self._gathering = waiting > CROWDED and rate < _SLOW
+        if rate < _SLOW and waiting > CROWDED:
+            self._hold = _LONG
+        elif rate > _FEW or waiting > CROWDED:
+            self._hold = _SHORT
+        else:
+            self._let_go(self._producer)  # before anything overtakes them
+            self._hold = 0.0
 
     def poll(self) -> None:
         """Serve what has been acknowledged."""
         if self._producer is not None:
-            if self._gathered and time.monotonic() - self._first > _HOLD:
+            if self._gathered and time.monotonic() - self._first > self._hold:
                 self._let_go(self._producer)
             self._served += self._producer.poll(0)
         self._graveyard.poll()

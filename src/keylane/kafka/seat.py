@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keylane.engine.versionstore import VersionStore
 from keylane.kafka.cluster import Cluster, introduce
+from keylane.kafka.output import LINGER
 from keylane.kafka.scribe import Scribe
 from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.state import State
@@ -64,7 +65,8 @@ class Seat:
     def producer(self) -> Producer:
         """For results that are in no transaction. A new one is ready after half a second."""
         if self._producer is None:
-            self._producer = self.settings.producer()
+            asked = dict(self.settings.extra).get("linger.ms", LINGER)
+            self._producer = self.settings.producer(**{"linger.ms": asked})
         return self._producer
 
     @property

@@ -36,9 +36,9 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     from keylane.spark.failure import cause  # noqa: PLC0415
 
     java = describe_java()
-    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
+    local = re.fullmatch(r"local(?:\[([^,\]]+)(?:, *(\d+))?\])?", master)
     if local:
-        master = f"local[{local[1] or 1},{RETRIES}]"
+        master = f"local[{local[1] or 1},{local[2] or RETRIES}]"
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         os.environ.setdefault("PYSPARK_PYTHON", str(worker_python()))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
