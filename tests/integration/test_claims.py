@@ -253,7 +253,7 @@ def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str
         state = State(log.settings, app, f"{app}.state", range(2), "")
         state.restore()
         state.close()
-        assert state.runs[0] == state.runs[1], "the partitions name different runs"
+        assert state.runs[0]["run"] == state.runs[1]["run"], "the partitions name different runs"
         winner = runs.index(state.runs[0]["run"])
         assert failed[winner] is None
 
