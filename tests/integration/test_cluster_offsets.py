@@ -38,31 +38,31 @@ def losing(times: int, ask: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
+def asking(log: Log, monkeypatch: pytest.MonkeyPatch, unknown: int) -> Cluster:
+    """A cluster whose client does not know offsets for so many questions."""
+    made = Cluster(log.settings)
+    admin: Any = made._admin
+    calls = {
+        "list_offsets": staticmethod(losing(unknown, admin.list_offsets)),
+        "list_topics": staticmethod(admin.list_topics),
+    }
+    monkeypatch.setattr(made, "_admin", type("Admin", (), calls))
+    return made
+
+
 def test_an_offset_that_nobody_knows_is_asked_for_again(
     log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.create(name, partitions=2)
     log.send(name, [{"partition": 1, "key": b"k", "value": b"v"}])
-    asking = Cluster(log.settings)
-    admin: Any = asking._admin
-    monkeypatch.setattr(asking, "_admin", type("Admin", (), {
-        "list_offsets": staticmethod(losing(2, admin.list_offsets)),
-        "list_topics": staticmethod(admin.list_topics),
-    }))  # fmt: skip
-    assert asking.ends(name, range(2)) == {0: 0, 1: 1}
+    assert asking(log, monkeypatch, 2).ends(name, range(2)) == {0: 0, 1: 1}
 
 
 def test_and_is_an_error_in_the_end(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_NEW_LEADER", 0.3)
     log.create(name, partitions=1)
-    asking = Cluster(log.settings)
-    admin: Any = asking._admin
-    monkeypatch.setattr(asking, "_admin", type("Admin", (), {
-        "list_offsets": staticmethod(losing(1000, admin.list_offsets)),
-        "list_topics": staticmethod(admin.list_topics),
-    }))  # fmt: skip
     with pytest.raises(KafkaError, match=f"offsets of topic '{name}' could not be read: .*[Ll]eader"):
-        asking.ends(name, [0])
+        asking(log, monkeypatch, 1000).ends(name, [0])
 
 
 @pytest.mark.slow
@@ -72,12 +72,12 @@ def test_a_dead_leader_is_not_the_end_of_the_log() -> None:
         log = Log(broker.bootstrap)
         log.create("t", partitions=6)
         log.send("t", [{"key": b"k%d" % n, "value": b"x"} for n in range(100)])
-        asking = Cluster(log.settings)
-        before = asking.ends("t", range(6))
+        client = Cluster(log.settings)
+        before = client.ends("t", range(6))
         assert sum(before.values()) == 100
         broker.nodes[0].kill()
         began = time.monotonic()
         while time.monotonic() < began + 20:
-            assert asking.ends("t", range(6)) == before
-            assert asking.ends("t", range(6), earliest=True) == dict.fromkeys(range(6), 0)
+            assert client.ends("t", range(6)) == before
+            assert client.ends("t", range(6), earliest=True) == dict.fromkeys(range(6), 0)
             time.sleep(0.5)
