@@ -6,6 +6,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
 from campaign.finding import Finding
+from keylane.kafka.state import RANGES
 from keylane.testing import Kind
 from keylane.testing.history import FINAL
 
@@ -79,10 +80,13 @@ class Ledger:
         highest: dict[int, int] = {}
         known: set[Position] = set()
         before = 0
-        for sample, done in zip(self._samples, self._done, strict=True):
+        for sample, said in zip(self._samples, self._done, strict=True):
             if self._forgot(before, sample.at):
                 highest, known = {}, set()
             before = sample.at
+            # Of a partition that is shared out the group says how far all are; the rest is in the state topic.
+            shared = {partition for partition, text in sample.raw.items() if text == RANGES}
+            done = said | {position for position in known if position[0] in shared}
             marks = {partition: progress.watermark for partition, progress in sample.progress.items()}
             for partition, mark in sorted(highest.items()):
                 if (now := marks.get(partition)) is None or now < mark:

@@ -14,7 +14,7 @@ import pytest
 
 from keylane.testing import check, check_results, read_history
 from standalone import Standalone
-from support import Running, ids, kill, wait_until
+from support import Running, below, ids, kill, wait_until
 
 if TYPE_CHECKING:
     from keylane.broker import Broker
@@ -37,10 +37,10 @@ async def work(msg: Message):
 """
 
 
-def load(count: int) -> list[dict[str, Any]]:
+def load(count: int, first: int = 0) -> list[dict[str, Any]]:
     return [
         {"key": b"k%d" % (n * n % 199), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
-        for n in range(count)
+        for n in range(first, first + count)
     ]
 
 
@@ -129,7 +129,7 @@ def test_spark_submit_runs_an_app_as_any_other_job(
 @pytest.mark.timeout(150)
 def test_an_executor_that_is_added_gets_work(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=1)
-    sent = log.send(f"{name}.in", load(30_000))
+    sent = log.send(f"{name}.in", load(5_000))
     history = tmp_path / "history"
     archive = ship(tmp_path, name, history)
     arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--py-files", str(archive))
@@ -138,12 +138,17 @@ def test_an_executor_that_is_added_gets_work(log: Log, broker: Broker, name: str
         Running(tmp_path, *arguments, "--master", cluster.url) as run,
     ):
         run.until(lambda: log.count(f"{name}.out") >= 3_000, 80, "results")
+        (first,) = cluster.executors()
         cluster.add(1)
 
-        def owners() -> int:
-            return len({event.owner for event in read_history(history).events})
+        def added_works() -> bool:
+            """Whether a Python worker of the new executor ran a message, of a load that goes on until then."""
+            sent.extend(log.send(f"{name}.in", load(200, first=len(sent))))
+            workers = {str(pid) for new in cluster.executors() if new != first for pid in below(new)}
+            owners = {event.owner.partition("+")[0] for event in read_history(history).events}
+            return bool(workers & owners)
 
-        wait_until(lambda: owners() >= 2, 60, "another executor runs messages")
+        wait_until(added_works, 60, "the new executor runs messages")
         run.send(signal.SIGTERM)
         code, _ = run.ends(within=60)
         assert code == 0, run.lines

@@ -13,6 +13,7 @@ from campaign.judge import EXACTLY_ONCE, Evidence, judge
 from campaign.watch import Sample
 from keylane.core.pending import Pending, blocks_of
 from keylane.core.watermark import Progress
+from keylane.kafka.state import RANGES
 from keylane.testing import Event, History, Kind
 
 if TYPE_CHECKING:
@@ -130,6 +131,15 @@ def test_progress_that_moved_back_is_found() -> None:
 def test_progress_that_forgot_what_was_done_above_its_watermark_is_found() -> None:
     samples = [sample(305, 10, 30, (10,)), sample(310, 10, 30, (10, 20))]
     assert rules(judge(whole(samples=samples))) == {"progress forgot"}
+
+
+def test_what_is_done_above_the_offset_of_a_partition_that_is_shared_out_stands_elsewhere() -> None:
+    before = sample(305, 10, 30, (10,))
+    shared = replace(sample(310, 10), raw={0: RANGES})
+    assert judge(whole(samples=[before, shared, sample(315, 10, 30, (10,))])).ok
+    assert rules(judge(whole(samples=[before, shared, sample(315, 10, 30, (10, 20))]))) == {"progress forgot"}
+    back = replace(shared, progress=sample(0, 9).progress)
+    assert rules(judge(whole(samples=[before, back]))) == {"progress moved back"}
 
 
 def test_a_commit_ahead_of_what_is_done_is_found() -> None:
