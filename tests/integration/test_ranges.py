@@ -15,7 +15,9 @@ from keylane import Retry
 from keylane.core.plan import Plan, Range, make_plan
 from keylane.core.ring import SLOTS, Slots
 from keylane.errors import TakenOverError
+from keylane.kafka import fetcher
 from keylane.kafka.claims import take_over
+from keylane.kafka.state import State
 from keylane.testing import check_results, read_history
 from support import ids, wait_until
 from tasks import Runner
@@ -85,6 +87,23 @@ def test_tasks_come_and_go_while_messages_flow(
     assert judge(sent).repeats == 0
     assert log.lag(name, f"{name}.in") == 0
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+
+
+def test_what_an_owner_wrote_of_its_strips_goes_when_they_are_one_again(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it has not read back yet what it wrote: whoever cuts the partition next would believe it."""
+    log.create(f"{name}.in", partitions=1)
+    runner = Runner(log, name, tmp_path, slow=0.01, commit_interval=0.05, capacity=64)
+    sent = log.send(f"{name}.in", messages(range(1000)))
+    runner.run_plan(Plan(((Range(0, LOW),),)))
+    with monkeypatch.context() as patched:
+        patched.setattr(fetcher, "BATCH", 20)  # so that it writes before all of it is read
+        patched.setattr(State, "poll", lambda _state: False)
+        runner.run()
+    assert log.lag(name, f"{name}.in") == 0
+    assert runner.run_plan(HALVES) == []
+    assert judge(sent).repeats == 0
 
 
 def test_a_range_that_moves_is_drained_before_its_new_owner_starts_anything_of_it(

@@ -178,6 +178,7 @@ class RangeMark:
         self._slot_of = slot_of
         self._cut = {strip.slots for strip in strips if strip.cut}
         self._marks = [(strip.slots, Watermark(strip.progress)) for strip in strips]
+        self._ahead = max(strip.progress.position for strip in strips)  # of the one that has come furthest
         self._batch: dict[int, int] = {}  # the slots of the records that own() was shown last, by offset
 
     def own(self, records: Iterable[Record]) -> list[Record]:
@@ -194,8 +195,8 @@ class RangeMark:
 
     @property
     def restoring(self) -> bool:
-        """Whether offsets that were done before the restart can still come."""
-        return any(mark.restoring for _, mark in self._marks)
+        """Whether offsets that were done before the restart can still come: reading begins with what is furthest behind."""
+        return self.position < self._ahead
 
     def wanted(self, offset: int) -> bool:
         """False when the offset, of the batch that was shown last, was already done and must be skipped."""

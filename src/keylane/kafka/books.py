@@ -280,6 +280,8 @@ class Books:
         await self._seat.scribe.commit(close)
         self._attempts |= attempts
         self._committed |= changed
+        for partition in changed:
+            self._written.pop(partition, None)
         self._written |= standings
         self._group |= groups
         if self._engine.versions is not None:
@@ -330,7 +332,10 @@ class Books:
                     continue
                 self._seat.scribe.note(partition, PROGRESS, f"{progress.watermark} {metadata}".encode())
                 metadata = ELSEWHERE
-            self._forget_ranges(partition, self._state.standings.get(partition, {}).values())
+            ranges = dict(self._state.standings.get(partition, {}))
+            if (own := self._written.get(partition)) is not None:  # it may not have been read back yet
+                ranges[own.slots] = own
+            self._forget_ranges(partition, ranges.values())
             changed[partition] = progress
             offsets.append(TopicPartition(self._app.source, partition, progress.watermark, metadata=metadata))
         return offsets
