@@ -312,3 +312,23 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
     assert time.monotonic() - began < 5, "nobody waits for it who only wants to know"
     client.give_up()
     assert Cluster(log.settings).committed(app, f"{app}.in", [0], settled=True)[0][0] == 10
+
+
+def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log: Log, app: str) -> None:
+    """As the planner looks: at the end of the log lies a transaction's mark, of which a reader is told nothing."""
+    view = State(log.settings, app, f"{app}.state", range(2), "r1")
+    view.restore()
+    view.rest()
+    for turn in range(3):
+        owner = Owner(log.settings, app, f"task {turn}")
+        owner.claim()
+        view.catch_up()
+        view.rest()
+        assert [claim.who for claim in view.owners[1].values()] == [f"task {turn}"]
+        owner.release()
+        began = time.monotonic()
+        view.catch_up()
+        view.rest()
+        assert time.monotonic() - began < 1
+        assert not view.owners[1]
+    view.close()

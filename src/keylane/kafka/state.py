@@ -87,6 +87,8 @@ NOTHING = "kl1:-"
 """The metadata of an offset that nothing is done above. Not empty: that is what others write who move a group."""
 RANGES = "kl1:/"
 """The metadata of an offset whose partition is shared out: the progress of each range lies in the state topic."""
+_WAIT = 20
+"""Milliseconds that the broker waits before it says that there is nothing more: a restore takes at least so long."""
 _POLL = 1000
 _POLLS = 20
 """Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
@@ -162,7 +164,7 @@ class Claim:
 
 
 def _consumer(settings: KafkaSettings, app: str) -> Consumer:
-    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
+    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": _WAIT}
     consumer = settings.consumer(f"{app}.state", **few, **{"isolation.level": "read_committed"})
     introduce(consumer, f"{app}.state")
     return consumer
@@ -246,6 +248,15 @@ class State:
                 raise KafkaError(
                     f"topic {self._topic!r} gives no answer; its partitions {sorted(left)} were not read to the end"
                 )
+
+    def rest(self) -> None:
+        """Fetch nothing until the next :meth:`catch_up`: for who looks only now and then."""
+        self._consumer.unassign()
+
+    def catch_up(self) -> None:
+        """Read what has come since the last :meth:`rest`. Raises KafkaError when it cannot be read."""
+        self._consumer.assign([TopicPartition(self._topic, p, at) for p, at in self._next.items()])
+        self._read_to_the_end()
 
     def read_through(self, places: Mapping[int, int], timeout: float) -> bool:
         """Read on until these places, by partition, were read; whether that was so within the time."""

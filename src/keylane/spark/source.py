@@ -18,7 +18,7 @@ from keylane.core.murmur2 import partition_of
 from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
 from keylane.errors import KafkaError, SettingsError
-from keylane.kafka.cluster import TIMEOUT, Cluster, patient
+from keylane.kafka.cluster import Cluster, patient
 from keylane.kafka.settler import Settler
 from keylane.kafka.state import PLAN, State
 from keylane.kafka.task import Task, TaskPlan
@@ -284,7 +284,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _state(self, partitions: Sequence[int]) -> State:
         """The state topic as it is now. The planner keeps its view of it."""
-        plan, cluster = self._plan, self._connect()
+        plan = self._plan
         topic = f"{plan.app}.state"
         if self._view is None or list(partitions) != self._viewed:
             if self._view is not None:
@@ -293,9 +293,8 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._viewed = list(partitions)
             self._view.restore()
         else:
-            ends = cluster.ends(topic, partitions)
-            if not self._view.read_through({p: end - 1 for p, end in ends.items()}, 3 * TIMEOUT):
-                raise KafkaError(f"topic {topic!r} gives no answer")
+            self._view.catch_up()
+        self._view.rest()
         return self._view
 
     def _tell(self, offset: dict[str, Any]) -> None:
