@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 RETRIES = 4
 
+_PLAIN_FILES = {
+    # Spark writes two small files where one epoch ends and the next begins, while every lane waits. With checksums and
+    # permissions Hadoop runs a `chmod` for each of them, twice: a tenth of a second a file.
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+}
+
 
 def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> SparkSession:
     """A session on ``master``; further settings as keyword arguments with ``_`` for ``.``.
@@ -52,6 +61,7 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         "spark.sql.streaming.stopTimeout": "60s",
         # Of a query that failed too: nobody could find it again, and a supervisor may start many.
         "spark.sql.streaming.forceDeleteTempCheckpointLocation": "true",
+        **(_PLAIN_FILES if local else {}),
         **{key.replace("_", "."): value for key, value in conf.items()},
     }
     builder = SparkSession.builder.master(master).appName(name)
