@@ -195,7 +195,7 @@ class RangeMark:
 
     @property
     def restoring(self) -> bool:
-        """Whether offsets that were done before the restart can still come: reading begins with what is furthest behind."""
+        """Whether offsets that were done before the restart can still come: reading begins with the last strip."""
         return self.position < self._ahead
 
     def wanted(self, offset: int) -> bool:
