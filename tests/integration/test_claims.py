@@ -316,7 +316,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
 
 def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log: Log, app: str) -> None:
     """As the planner looks: at the end of the log lies a transaction's mark, of which a reader is told nothing."""
-    view = State(log.settings, app, f"{app}.state", range(2), "r1")
+    view = State(log.settings, app, f"{app}.state", range(2), "r1", rests=True)
     view.restore()
     view.rest()
     for turn in range(3):

@@ -89,6 +89,8 @@ RANGES = "kl1:/"
 """The metadata of an offset whose partition is shared out: the progress of each range lies in the state topic."""
 _WAIT = 20
 """Milliseconds that the broker waits before it says that there is nothing more: a restore takes at least so long."""
+_WAIT_NOW_AND_THEN = 1
+"""For who rests in between."""
 _POLL = 1000
 _POLLS = 20
 """Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
@@ -163,8 +165,8 @@ class Claim:
     """When this was read, by the monotonic clock."""
 
 
-def _consumer(settings: KafkaSettings, app: str) -> Consumer:
-    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": _WAIT}
+def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
+    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": wait}
     consumer = settings.consumer(f"{app}.state", **few, **{"isolation.level": "read_committed"})
     introduce(consumer, f"{app}.state")
     return consumer
@@ -173,7 +175,8 @@ def _consumer(settings: KafkaSettings, app: str) -> Consumer:
 class State:
     """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
 
-    Used by one thread at a time: the one that restores, then the loop's.
+    Used by one thread at a time: the one that restores, then the loop's. ``rests``: by who looks now and then, with
+    :meth:`catch_up` and :meth:`rest`.
     """
 
     def __init__(
@@ -186,6 +189,8 @@ class State:
         consumer: Consumer | None = None,
         versions: VersionStore | None = None,
         since: Mapping[int, int] | None = None,
+        *,
+        rests: bool = False,
     ) -> None:
         self.versions = versions
         """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
@@ -196,7 +201,7 @@ class State:
         self._partitions = list(partitions)
         self._run = run
         self._since = since or {}
-        self._consumer = consumer or _consumer(settings, app)
+        self._consumer = consumer or _consumer(settings, app, _WAIT_NOW_AND_THEN if rests else _WAIT)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, str] = {}
         self._fresh: list[Order] = []

@@ -85,6 +85,8 @@ class TaskPlan:
     until: Mapping[int, int] | None
     """Where each ends, for a run over what is there; None to go on until the epoch is over."""
     seconds: float
+    planned: float = 0.0
+    """When, by the clock on the wall: tasks that begin later than others are to end with them."""
     sink_limit: int
     """The sink's ``max.message.bytes``."""
     sink_stamps: bool = False
@@ -152,7 +154,8 @@ class Task:
             thread.join(timeout=self._app.drain_timeout)
 
     def _main(self) -> None:
-        self._deadline = time.monotonic() + self._plan.seconds
+        late = max(0.0, time.time() - self._plan.planned) if self._plan.planned else 0.0
+        self._deadline = time.monotonic() + self._plan.seconds - min(late, self._plan.seconds / 2)
         aborted, began = 0, time.monotonic()
         try:
             with own_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -232,7 +232,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         until = self._target
         if "until" in end:
             until = {int(p): offset for p, offset in end["until"].items()}
-        shared = Plan.decode(end["plan"])
+        shared, now = Plan.decode(end["plan"]), time.time()
         # An epoch that was cut off may be planned again where there is less room; tasks that wait for others would
         # wait until the end of the epoch.
         if len(shared.tasks) > self._tasks:
@@ -251,6 +251,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     if until is None
                     else {one.partition: until.get(one.partition, 0) for one in ranges},
                     seconds=plan.epoch,
+                    planned=now,
                     sink_limit=plan.sink_limit,
                     sink_stamps=plan.sink_stamps,
                     outcomes=plan.outcomes,
@@ -289,7 +290,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._view is None or list(partitions) != self._viewed:
             if self._view is not None:
                 self._view.close()
-            self._view = State(plan.settings, plan.app, topic, partitions, plan.run, since=plan.since)
+            self._view = State(
+                plan.settings, plan.app, topic, partitions, plan.run, since=plan.since, rests=True
+            )
             self._viewed = list(partitions)
             self._view.restore()
         else:
