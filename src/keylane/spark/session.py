@@ -45,9 +45,9 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     from keylane.spark.failure import cause  # noqa: PLC0415
 
     java = describe_java()
-    local = re.fullmatch(r"local(?:\[([^,\]]+)(?:, *(\d+))?\])?", master)
+    local = with_retries(master)
     if local:
-        master = f"local[{local[1] or 1},{local[2] or RETRIES}]"
+        master = local
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         os.environ.setdefault("PYSPARK_PYTHON", str(worker_python()))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -71,6 +71,12 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
         return builder.getOrCreate()
     except (PySparkException, Py4JError, ConnectionError) as error:
         raise SettingsError(f"Spark could not be started on {master!r}: {cause(error).line}") from error
+
+
+def with_retries(master: str) -> str | None:
+    """A local master that runs a failed task again, as often as it says itself or :data:`RETRIES`; None for others."""
+    local = re.fullmatch(r"local(?:\[([^,\]]+)(?:, *(\d+))?\])?", master)
+    return None if local is None else f"local[{local[1] or 1},{local[2] or RETRIES}]"
 
 
 def use_this_python(spark: SparkSession) -> None:
