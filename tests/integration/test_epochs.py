@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -155,3 +157,45 @@ def test_speculation_is_refused(
 
     with pytest.raises(Exception, match=r"spark\.speculation is on"):
         app.start(spark, bootstrap=broker.bootstrap)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_stage_that_cannot_be_cancelled_goes_with_its_process(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    """The epoch's end would wait for it for ever, and with it every lane of the task."""
+    app = App(
+        name,
+        source=f"{name}.in",
+        sink=f"{name}.out",
+        observer=HistoryWriter(tmp_path / "history"),
+        drain_timeout=1,
+    )
+    first = tmp_path / "first"
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"7":
+            with contextlib.suppress(FileExistsError), first.open("x") as file:
+                file.write(str(os.getpid()))
+            while first.read_text() == str(os.getpid()):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(100)
+        return bytes(msg.value)
+
+    log.create(f"{name}.in", f"{name}.out", partitions=2)
+    sent = log.send(
+        f"{name}.in",
+        [
+            {"key": b"k%d" % (i % 5), "value": b"%d" % i, "headers": [("event-id", b"e%d" % i)]}
+            for i in range(100)
+        ],
+    )
+    query = app.start(spark, bootstrap=broker.bootstrap, epoch=2)
+    deadline = time.monotonic() + 90
+    while log.lag(name, f"{name}.in") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    query.stop()
+    assert query.exception() is None
+    judge(sent, allow_repeats=1)

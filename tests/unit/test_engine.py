@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keylane import App, KafkaError, KeylaneError, Message, Poison, ResourceError, Retry, Transient
-from keylane.engine.engine import TURNS, Engine
+from keylane.engine.engine import STUBBORN, TURNS, Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.testing import (
     Crash,
@@ -933,6 +933,35 @@ def test_runners_are_used_again() -> None:
         await engine.drain(0)
 
     with_engine(echo(delay=1.0), scenario, [(b"%d" % (n % 20), b"v") for n in range(200)])
+
+
+def test_a_stage_that_swallows_its_cancellation_does_not_hold_up_the_end() -> None:
+    app, over = make(), asyncio.Event()
+
+    @app.stage
+    async def deaf(msg: Message) -> Any:
+        times = 0
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                times += 1
+                if times == int(msg.value):
+                    raise
+        return msg.value
+
+    async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
+        await asyncio.sleep(1)
+        began = engine.now()
+        assert not await engine.drain(5.0)
+        assert engine.now() - began == pytest.approx(5.0 + STUBBORN, abs=2)
+        assert engine.stubborn
+        assert engine.statistics().runners == 1, "the one that was cancelled three times has ended"
+        await engine.abort()
+        assert engine.now() - began < 6.0 + STUBBORN, "it is not waited for again"
+        over.set()
+
+    with_engine(app, scenario, [(b"a", b"0"), (b"b", b"3")])
 
 
 def test_a_drain_starts_nothing_new_and_finishes_what_was_started_retries_included() -> None:

@@ -49,6 +49,9 @@ log = logging.getLogger("keylane.engine")
 TURNS = 256
 """Messages a runner may finish without giving the loop back: bounds how long acknowledgements and timers wait."""
 
+STUBBORN = 5.0
+"""Seconds for which a stage that swallows its cancellation is cancelled again."""
+
 Then = Callable[[str | None], None]
 """Told None when something is durable, or why it never will be; on the loop's thread, never from inside the call."""
 
@@ -144,6 +147,7 @@ class Engine:
         self.ignored = 0
         self.passed = 0  # messages whose stages are through
         self.promised = 0  # records handed over and not answered yet
+        self.stubborn = False  # a stage runs on although it was cancelled
         self.wall = wall
         self._app = app
         self._all_steps = self._steps = tuple(steps)
@@ -295,12 +299,19 @@ class Engine:
             await self.abort()
 
     async def abort(self) -> None:
-        """Cancel what runs, without waiting for results. Nothing that was running is done."""
+        """Cancel what runs, without waiting for results. Nothing that was running is done.
+
+        A stage that swallows its cancellation is cancelled again and again; when that does not help either,
+        ``stubborn`` is true, and only the end of the process ends it.
+        """
         self._cancelling = True
-        runners = list(self._runners)
-        for task in runners:
-            task.cancel()
-        await asyncio.gather(*runners, return_exceptions=True)
+        deadline = self.now() + STUBBORN
+        runners = set(self._runners)
+        while runners and not self.stubborn:
+            for task in runners:
+                task.cancel()
+            _, runners = await asyncio.wait(runners, timeout=1.0)
+            self.stubborn = bool(runners) and self.now() >= deadline
         for single in (self._timer, self._looking):
             if single is not None:
                 single.cancel()

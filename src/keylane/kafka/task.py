@@ -23,6 +23,7 @@ from keylane.core.ring import ALL
 from keylane.core.standing import RangeMark
 from keylane.engine import skew
 from keylane.engine.collector import collect, own_collector
+from keylane.engine.ending import end_stages, end_threads
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import AbortedError, FencedError, FloodError, KafkaError, KeylaneError
@@ -270,7 +271,7 @@ class Task:
                 )
             drained = loop.time()
         finally:
-            await engine.abort()
+            await end_stages(engine, self.owner)
             for job in background:
                 job.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -281,7 +282,7 @@ class Task:
                 seat.reading = await asyncio.to_thread(fetcher.close)
                 await asyncio.to_thread(rereader.close)
                 graveyard.close()
-                await self._wait_for_threads(steps)
+                await end_threads(steps, self.owner, app.drain_timeout)
                 self._hand_out()
                 if self._telemetry is not None:
                     self._telemetry.last()
@@ -381,18 +382,6 @@ class Task:
             if self._ledger is not None:
                 self._ledger.written(taken=taken)
         self._count(batch)
-
-    async def _wait_for_threads(self, steps: Sequence[Step]) -> None:
-        """No thread may outlive its task: it would still work on a message that another task runs again.
-
-        A thread cannot be ended, but the process it lives in can. Spark runs the task again elsewhere.
-        """
-        deadline = time.monotonic() + self._app.drain_timeout
-        while busy := [step.name for step in steps if step.threads]:
-            if time.monotonic() > deadline:
-                log.error("%s: stages %s are still running; this process ends with them", self.owner, busy)
-                os._exit(70)
-            await asyncio.sleep(0.02)
 
     # While it runs, on the loop.
 

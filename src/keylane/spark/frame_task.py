@@ -10,12 +10,12 @@ import os
 import queue
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvloop
 
 from keylane.engine.collector import collect, own_collector
+from keylane.engine.ending import end_stages, end_threads
 from keylane.engine.engine import Engine
 from keylane.engine.pipeline import open_pipeline
 from keylane.errors import FloodError, Poison
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
     from keylane.engine.engine import Then
-    from keylane.engine.pipeline import Step
     from keylane.spark.frame import FramePlan, FrameRecord
 
 log = logging.getLogger("keylane.frame")
@@ -215,22 +214,13 @@ class FrameTask:
                 for job in (work, abandoned, collecting):
                     job.cancel()
                 await asyncio.gather(work, abandoned, collecting, return_exceptions=True)
-                await engine.abort()
-                await self._wait_for_threads(steps)
+                await end_stages(engine, self.owner)
+                await end_threads(steps, self.owner, self._app.drain_timeout)
 
     @staticmethod
     async def _work(engine: Engine, over: asyncio.Event) -> None:
         await over.wait()
         await engine.finish()
-
-    async def _wait_for_threads(self, steps: Sequence[Step]) -> None:
-        """No thread may outlive its task: Spark runs the rows again elsewhere. A process can be ended, a thread not."""
-        deadline = time.monotonic() + self._app.drain_timeout
-        while busy := [step.name for step in steps if step.threads]:
-            if time.monotonic() > deadline:
-                log.error("%s: stages %s are still running; this process ends with them", self.owner, busy)
-                os._exit(70)
-            await asyncio.sleep(0.02)
 
 
 def _set(event: asyncio.Event | None) -> None:
