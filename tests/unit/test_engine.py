@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from keylane import App, KafkaError, KeylaneError, Message, Poison, ResourceError, Retry, Transient
 from keylane.engine.engine import STUBBORN, TURNS, Engine
 from keylane.engine.pipeline import open_pipeline
+from keylane.errors import FencedError
 from keylane.testing import (
     Crash,
     Drain,
@@ -962,6 +963,35 @@ def test_a_stage_that_swallows_its_cancellation_does_not_hold_up_the_end() -> No
         over.set()
 
     with_engine(app, scenario, [(b"a", b"0"), (b"b", b"3")])
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_an_engine_that_cannot_go_on_starts_nothing_more(delay: float) -> None:
+    """Whatever still arrives or comes to its turn: another task may own these messages by now."""
+    app = make()
+    started: list[bytes] = []
+
+    @app.stage
+    async def work(msg: Message) -> Any:
+        started.append(msg.value)
+        if delay:
+            await asyncio.sleep(delay)
+        return msg.value
+
+    async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
+        log = MemoryLog()
+        later = [log.append("in", key=b"%d" % n, value=b"later") for n in range(6)]
+        await asyncio.sleep(0.5)
+        before = list(started)
+        engine.fail(FencedError("another one has it"))
+        engine.accept(later[:3])
+        await asyncio.sleep(10)
+        await engine.abort()
+        engine.accept(later[3:])
+        await asyncio.sleep(10)
+        assert started == before
+
+    with_engine(app, scenario, [(b"%d" % (n % 3), b"v") for n in range(9)])
 
 
 def test_a_drain_starts_nothing_new_and_finishes_what_was_started_retries_included() -> None:

@@ -370,7 +370,7 @@ class Engine:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Stop with this error; the first one counts."""
+        """Start nothing more, and stop with this error; the first one counts."""
         self._cancelling = True  # from now on a runner that is cancelled is cancelled from outside
         if not self.failure.done():
             self.failure.set_exception(error)
@@ -525,7 +525,7 @@ class Engine:
     # Runners.
 
     def _ensure_runner(self) -> None:
-        if self._standby or not self.table.startable:
+        if self._standby or self._cancelling or not self.table.startable:
             return
         self._standby = True
         while self._parked:
@@ -551,11 +551,9 @@ class Engine:
         last = len(steps)
         turns = 0
         self._standby = False
-        while True:
+        while not self._cancelling:  # else it ends, also when its stage swallowed the cancellation
             lane = table.take()
             if lane is None:
-                if self._cancelling:  # the stage swallowed its cancellation
-                    return
                 parked: asyncio.Future[None] = self._loop.create_future()
                 self._parked.append(parked)
                 self._changed.set()
