@@ -296,7 +296,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._viewed = list(partitions)
             self._view.restore()
         else:
-            self._view.catch_up()
+            self._view.catch_up(self._connect().ends(topic, partitions))
         self._view.rest()
         return self._view
 
