@@ -11,6 +11,7 @@ from keylane import App, HotKey, Message
 from keylane.engine import skew
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.task import Task, TaskPlan
+from keylane.spark.outcomes import to_arrow
 from keylane.testing import HistoryWriter, Verdict
 
 if TYPE_CHECKING:
@@ -63,9 +64,16 @@ def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
         sink_limit=Cluster(log.settings).prepare(app).sink_limit,
     )
     began = time.monotonic()
-    done: list[Any] = [delivery for batch in Task(app, plan).outcomes() for delivery in batch]
+    task = Task(app, plan)
+    rows: list[Any] = [
+        row
+        for batch in task.outcomes()
+        for row in to_arrow(batch, task.owner, 1, results=False, hot=task.hot).to_pylist()
+    ]
     judge(sent)
-    assert len(done) == 2500
+    assert len(rows) == 2500
+    assert sum(row["hot"] for row in rows if row["key"] == b"hot") > 1000, "after the first look"
+    assert sum(row["hot"] for row in rows if row["key"] != b"hot") < 50
     hot, cold = ended["hot"] - began, ended["cold"] - began
     assert hot > 2250 * 0.002
     assert cold < hot / 2, "the cold ones did not wait for the hot one"

@@ -33,13 +33,19 @@ _LONGEST = 1024
 _MOST = 10
 
 
+HotName = tuple[bytes | None, int]
+"""A hot key and its partition."""
+
+
 class Skew:
     """Of one engine; used on its loop only. ``tell`` hears of every key that is named in the log."""
 
     def __init__(self, table: LaneTable[Delivery], tell: Callable[[HotKey], None]) -> None:
         self._table = table
         self._tell = tell
-        self._summary: Summary[tuple[bytes | None, int]] = Summary()
+        self._summary: Summary[HotName] = Summary()
+        self.names: frozenset[HotName] = frozenset()
+        """The keys that were hot at the last look."""
         self._said: dict[tuple[bytes, int], float] = {}
 
     def arrived(self, records: Sequence[Record]) -> None:
@@ -62,7 +68,9 @@ class Skew:
 
     def look(self, now: float) -> None:
         """Name the hot keys whose lanes fall behind; to be called every :data:`EVERY` seconds."""
-        for hot in self.hot():
+        found = self.hot()
+        self.names = frozenset((hot.key, hot.partition) for hot in found)
+        for hot in found:
             if hot.share < BEHIND_SHARE or hot.waiting < BEHIND:
                 continue
             name = hot.key, hot.partition

@@ -114,6 +114,8 @@ class Task:
         self._plan = plan
         self.owner = f"{socket.gethostname()}:{os.getpid()}/{plan.task}"
         self._exact = app.delivery == "exactly_once"
+        self.hot: frozenset[skew.HotName] = frozenset()
+        """Keys that lately made up much of what it read."""
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
         self._deadline = 0.0
         self._refused: dict[tuple[int, int], str] = {}  # letters, and why; known when it begins again
@@ -536,11 +538,11 @@ class Task:
                 self._hand_out()
             await asyncio.sleep(_PUMP_BUSY if engine.held else _PUMP_IDLE)
 
-    @staticmethod
-    async def _watch_skew(engine: Engine) -> None:
+    async def _watch_skew(self, engine: Engine) -> None:
         while True:
             await asyncio.sleep(skew.EVERY)
             engine.skew.look(time.monotonic())
+            self.hot = engine.skew.names
 
     async def _until_over(
         self, engine: Engine, desk: Desk, fetcher: Fetcher, state: State, claims: Claims

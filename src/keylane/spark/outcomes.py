@@ -9,11 +9,15 @@ import pyarrow as pa
 from keylane.core.outcome import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from keylane.engine.delivery import Delivery
+    from keylane.engine.skew import HotName
 
 DDL = (
     "key BINARY, partition INT, offset BIGINT, event_id STRING, outcome STRING, attempts INT, "
-    "started TIMESTAMP, finished TIMESTAMP, error STRING, owner STRING, epoch BIGINT, result BINARY"
+    "started TIMESTAMP, finished TIMESTAMP, error STRING, owner STRING, epoch BIGINT, result BINARY, "
+    "hot BOOLEAN"
 )
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -31,14 +35,17 @@ SCHEMA = pa.schema(
         ("owner", pa.string()),
         ("epoch", pa.int64()),
         ("result", pa.binary()),
+        ("hot", pa.bool_()),
     ]
 )
 
 
-def to_arrow(deliveries: list[Delivery], owner: str, epoch: int, *, results: bool) -> pa.RecordBatch:
+def to_arrow(
+    deliveries: list[Delivery], owner: str, epoch: int, *, results: bool, hot: Collection[HotName] = ()
+) -> pa.RecordBatch:
     """One row per delivery, column by column: a dict per row would cost more than the engine does.
 
-    ``results``: with what the last stage returned.
+    ``results``: with what the last stage returned. ``hot``: keys that lately made up much of what was read.
     """
     count = len(deliveries)
     columns = [
@@ -54,6 +61,9 @@ def to_arrow(deliveries: list[Delivery], owner: str, epoch: int, *, results: boo
         pa.repeat(owner, count),
         pa.repeat(epoch, count).cast(pa.int64()),
         pa.array([_result(d) for d in deliveries], pa.binary()) if results else pa.nulls(count, pa.binary()),
+        pa.array([(d.key, d.partition) in hot for d in deliveries], pa.bool_())
+        if hot
+        else pa.repeat(pa.scalar(False), count),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 

@@ -355,7 +355,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         task = Task(self._plan.parcel.open(), partition.plan)
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
-            yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results)
+            yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results, hot=task.hot)
 
 
 def _level() -> int:
