@@ -223,15 +223,10 @@ class Cluster:
         )
         return str(answer[name].value)
 
-    def ends(
-        self, topic: str, partitions: Iterable[int], *, earliest: bool = False, committed: bool = False
-    ) -> dict[int, int]:
-        """The end (or the beginning) of each partition: the offset that the next message will get.
-
-        ``committed``: the end is where the first open transaction begins.
-        """
+    def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
+        """The end (or the beginning) of each partition: the offset that the next message will get."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        found = self.offsets({(topic, p): spec for p in partitions}, committed=committed)
+        found = self.offsets({(topic, p): spec for p in partitions})
         return {partition: offset for (_, partition), offset in found.items()}
 
     def offsets(

@@ -129,7 +129,6 @@ class Task:
         self._mending: asyncio.Future[None] | None = None
         self._books = Books(self._app)
         self._desk: Desk | None = None
-        self._claims: Claims | None = None
         self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
@@ -185,16 +184,6 @@ class Task:
             seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app, self._plan.partitions)
             try:
                 await self._epoch(seat, steps)
-            except AbortedError as error:
-                lost = self._claims is not None and await asyncio.to_thread(
-                    self._claims.lost_by_now, seat.cluster
-                )
-                await asyncio.to_thread(seat.close)
-                if (
-                    lost
-                ):  # a process that was stopped for a while, and does not know yet that Spark gave up on it
-                    raise FencedError(f"{self.owner}: another task has claimed its partitions") from error
-                raise
             except BaseException:
                 await asyncio.to_thread(seat.close)
                 raise
@@ -210,7 +199,6 @@ class Task:
             plan.settings, app.name, state, seat.scribe, plan.run, self.owner, patience=app.drain_timeout + 5
         )
         starts = await asyncio.to_thread(self._books.restore, seat, claims, state, plan)
-        self._claims = claims
         graveyard = Graveyard(seat, app, self._refused)
         output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit, stamps=plan.sink_stamps)
         rereader = Rereader(
