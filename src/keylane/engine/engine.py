@@ -31,7 +31,7 @@ from keylane.engine.skew import Skew
 from keylane.engine.stops import Stops
 from keylane.engine.versions import VersionedTable, Versions
 from keylane.engine.versionstore import VersionStore
-from keylane.errors import KafkaError, KeylaneError
+from keylane.errors import AbortedError, FencedError, KafkaError, KeylaneError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -200,6 +200,7 @@ class Engine:
         self._parked: deque[asyncio.Future[None]] = deque()  # runners with nothing to do
         self._standby = False  # a runner is scheduled and has not looked at the ready lanes yet
         self._cancelling = False
+        self._over = False  # nothing more is started
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._changed = asyncio.Event()  # set when the engine may have come to rest
@@ -304,7 +305,7 @@ class Engine:
         A stage that swallows its cancellation is cancelled again and again; when that does not help either,
         ``stubborn`` is true, and only the end of the process ends it.
         """
-        self._cancelling = True
+        self._cancelling = self._over = True
         deadline = self.now() + STUBBORN
         runners = set(self._runners)
         while runners and not self.stubborn:
@@ -370,8 +371,9 @@ class Engine:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing more, and stop with this error; the first one counts."""
+        """Stop with this error; the first one counts. What may be another task's by now is not started any more."""
         self._cancelling = True  # from now on a runner that is cancelled is cancelled from outside
+        self._over = self._over or isinstance(error, FencedError | AbortedError)
         if not self.failure.done():
             self.failure.set_exception(error)
         self._changed.set()
@@ -525,7 +527,7 @@ class Engine:
     # Runners.
 
     def _ensure_runner(self) -> None:
-        if self._standby or self._cancelling or not self.table.startable:
+        if self._standby or self._over or not self.table.startable:
             return
         self._standby = True
         while self._parked:
@@ -551,7 +553,7 @@ class Engine:
         last = len(steps)
         turns = 0
         self._standby = False
-        while not self._cancelling:  # else it ends, also when its stage swallowed the cancellation
+        while not self._over:  # then it ends, also when its stage swallowed the cancellation
             lane = table.take()
             if lane is None:
                 parked: asyncio.Future[None] = self._loop.create_future()
