@@ -144,7 +144,7 @@ def gaps(run: Run, rate: float, seconds: float, epochs: int) -> tuple[list[float
         of_it = [e.seq / 1e9 for e in events if e.partition == partition]
         silences += [1e3 * (b - a) for a, b in pairwise(of_it) if b - a > SILENCE]
     late = sorted(at - due for due, at in run.results.came if due > began + 1)
-    return silences, idle(nothing), 1e3 * median(late), 1e3 * late[int(len(late) * 0.99)]
+    return silences, idle(nothing) if epochs else [], 1e3 * median(late), 1e3 * late[int(len(late) * 0.99)]
 
 
 def idle(log: str) -> list[float]:
@@ -161,6 +161,8 @@ def idle(log: str) -> list[float]:
             lasts.setdefault(int(epoch), []).append(when - float(closed))
         else:
             firsts.setdefault(int(epoch), []).append(when)
+    if not lasts or not firsts:
+        raise BenchError("the tasks' logs tell of no epoch: is KEYLANE_LOG above INFO?")
     both = sorted(lasts.keys() & {epoch - 1 for epoch in firsts})
     return [1e3 * (max(firsts[epoch + 1]) - min(lasts[epoch])) for epoch in both]
 

@@ -89,9 +89,10 @@ RANGES = "kl1:/"
 """The metadata of an offset whose partition is shared out: the progress of each range lies in the state topic."""
 _WAIT = 20
 """Milliseconds that the broker waits before it says that there is nothing more: a restore takes at least so long."""
-_HIDDEN = 1.0
 _WAIT_NOW_AND_THEN = 1
 """For who rests in between."""
+_HIDDEN = 1.0
+"""Seconds for which what lies behind an open transaction is waited for: one that is just committed ends at once."""
 _POLL = 1000
 _POLLS = 20
 """Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
