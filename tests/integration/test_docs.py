@@ -128,7 +128,7 @@ def test_every_test_that_the_guarantees_and_the_runbook_name_is_there(document: 
 def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     told = subprocess.run(
         [sys.executable, "-m", "keylane", "demo", "--json",
-         "--messages", "4000", "--keys", "800", "--rate", "1000", "--epoch", "3"],
+         "--messages", "8000", "--keys", "800", "--rate", "1000", "--epoch", "2"],
         cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
@@ -137,7 +137,7 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     assert facts["ordering_violations"] == facts["lost"] == facts["duplicates"] == 0
     assert facts["retries"] >= facts["failed_at_first"] > 300
     assert facts["dead_letters"] == facts["dead_letters_expected"] > 0
-    assert facts["epochs"] >= 2
+    assert facts["epochs"] >= 2  # eight seconds of load: the first gap of a cold Spark can take three
 
 
 COMMANDS = [
