@@ -25,7 +25,7 @@ from keylane.core.ring import ALL
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT
 from keylane.kafka.state import OWNER, RUN, State
-from keylane.kafka.transactions import is_fenced, transactional
+from keylane.kafka.transactions import is_fenced, leave, transactional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,10 +77,14 @@ def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, r
     def placed(_error: Any, message: Any) -> None:
         places[message.partition()] = message.offset()
 
-    producer.begin_transaction()
-    for partition in range(partitions):
-        producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
-    producer.commit_transaction(3 * TIMEOUT)
+    try:
+        producer.begin_transaction()
+        for partition in range(partitions):
+            producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
+        producer.commit_transaction(3 * TIMEOUT)
+    except BaseException:
+        leave(producer)
+        raise
     return places
 
 

@@ -192,6 +192,7 @@ class Scribe:
 
     def trust(self) -> None:
         """Go on with the new client."""
+        self._client.hand_over()
         self._client = self._mended
         self._go_on()
 

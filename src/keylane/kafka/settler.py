@@ -10,7 +10,7 @@ from keylane.core.progress import LIMIT
 from keylane.errors import KafkaError, TakenOverError
 from keylane.kafka.cluster import TIMEOUT, Cluster
 from keylane.kafka.state import ELSEWHERE, NOTHING, PROGRESS, REDRIVEN, State
-from keylane.kafka.transactions import is_fenced, transactional
+from keylane.kafka.transactions import is_fenced, leave, transactional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +90,7 @@ class Settler:
             self._producer.send_offsets_to_transaction(offsets, self._group, 3 * TIMEOUT)
             self._producer.commit_transaction(3 * TIMEOUT)
         except KafkaException as error:
+            leave(self._producer)
             self._producer = None  # whatever was begun is aborted by the next one
             if is_fenced(error):
                 raise TakenOverError(

@@ -69,6 +69,26 @@ def transactional(settings: KafkaSettings, name: str) -> Any:
             return producer
 
 
+def leave(producer: Any, *, abort: bool = False) -> threading.Thread:
+    """Hold a client that is of no use any more until nothing of it is on its way, in a thread of its own.
+
+    One that was fenced must not be destroyed before: an answer that comes then and the destruction both free its error,
+    and the process dies of it (librdkafka 2.16.0). ``abort``: first abort the open transaction, if that is done soon.
+    """
+
+    def last_words() -> None:
+        if abort:
+            with contextlib.suppress(KafkaException):
+                producer.abort_transaction(_SOON)
+        while len(producer):  # for as long as its message.timeout.ms at most
+            with contextlib.suppress(KafkaException):  # what it has failed with, said once more
+                producer.poll(0.1)
+
+    leaving = threading.Thread(target=last_words, name="keylane-leave", daemon=True)
+    leaving.start()
+    return leaving
+
+
 class Transactions:
     """Transactions one after another. Blocks when it is made and in :meth:`commit`; used by one thread at a time.
 
@@ -174,16 +194,11 @@ class Transactions:
 
     def give_up(self) -> None:
         """Abort what is open, if that can be done soon: until it times out, nobody can read past it."""
-        if not self.open:
-            return
+        leave(self._producer, abort=self.open).join(2 * _SOON)  # a client that hangs is left behind
 
-        def abort() -> None:
-            with contextlib.suppress(KafkaException):
-                self._producer.abort_transaction(_SOON)
-
-        aborting = threading.Thread(target=abort, name="keylane-abort", daemon=True)
-        aborting.start()
-        aborting.join(2 * _SOON)  # a client that hangs is left behind
+    def hand_over(self) -> None:
+        """Another client takes its place."""
+        leave(self._producer)
 
     def _why(self, error: Any) -> str:
         """What went wrong before, when the client says only that something did."""
@@ -196,6 +211,7 @@ class Transactions:
 
     def _useless(self, error: KafkaException) -> FencedError | KafkaError:
         found = error.args[0]
+        leave(self._producer)
         if found.code() in _FENCED:
             self.over = FencedError("another task has taken over; nothing that this one does counts any more")
         else:
