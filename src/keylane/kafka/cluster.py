@@ -22,7 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from confluent_kafka import Consumer
@@ -140,9 +140,12 @@ class Cluster:
             ) from error
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
 
-    def partitions(self, topic: str, what: str = "topic") -> int:
-        """How many partitions the topic has. Raises KafkaError when it does not exist."""
-        topics = self.topics()
+    def partitions(self, topic: str, what: str = "topic", *, among: Mapping[str, int] | None = None) -> int:
+        """How many partitions the topic has. Raises KafkaError when it does not exist.
+
+        ``among``: what :meth:`topics` said a moment ago.
+        """
+        topics = self.topics() if among is None else among
         if topic not in topics:
             near = [name for name in sorted(topics) if not name.startswith("__")]
             known = (
@@ -225,9 +228,16 @@ class Cluster:
 
     def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
         """The end (or the beginning) of each partition: the offset that the next message will get."""
+        return self.all_ends([topic], partitions, earliest=earliest)[topic]
+
+    def all_ends(
+        self, topics: Sequence[str], partitions: Iterable[int], *, earliest: bool = False
+    ) -> dict[str, dict[int, int]]:
+        """The same of several topics, by one question."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        found = self.offsets({(topic, p): spec for p in partitions})
-        return {partition: offset for (_, partition), offset in found.items()}
+        wanted = list(partitions)
+        found = self.offsets({(topic, p): spec for topic in topics for p in wanted})
+        return {topic: {p: found[topic, p] for p in wanted} for topic in topics}
 
     def offsets(
         self, asked: Mapping[tuple[str, int], OffsetSpec], *, committed: bool = False

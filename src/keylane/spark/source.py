@@ -17,7 +17,7 @@ from keylane import logs
 from keylane.core.murmur2 import partition_of
 from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
-from keylane.errors import KafkaError, SettingsError
+from keylane.errors import SettingsError
 from keylane.kafka.cluster import Cluster, patient
 from keylane.kafka.settler import Settler
 from keylane.kafka.state import PLAN, State
@@ -113,6 +113,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._view: State | None = None
         self._viewed: list[int] = []
         self._starts: dict[int, int] = {}  # of the last epoch that was planned
+        self._ends: dict[int, int] = {}  # of the source, when it was planned
 
     # The planner.
 
@@ -146,15 +147,15 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The next epoch; ``start`` again when everything there was is done."""
         self.commit(start)
         plan, cluster = self._plan, self._connect()
-        there = cluster.partitions(plan.topic)
-        adopted = min(there, cluster.partitions(f"{plan.app}.state"))
+        known = cluster.topics()
+        there = cluster.partitions(plan.topic, among=known)
+        adopted = min(there, cluster.partitions(f"{plan.app}.state", among=known))
         partitions = range(adopted)
         state = self._state(partitions)
         until = None
         if adopted < there:
             moving = self._in_the_way(cluster, state, start, there)
             if moving is None:  # nothing of the old layout is left to be done
-                known = cluster.topics()
                 for own in ("dlq", "ledger", "state"):  # the last one says that the others are ready
                     if f"{plan.app}.{own}" in known:
                         cluster.ensure(f"{plan.app}.{own}", there, {})
@@ -183,16 +184,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._tell(offset)
         return offset
 
-    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+    def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
         """For the query's progress: where the source ended when the epoch began, and how far the app was behind."""
-        plan = self._plan
-        try:
-            ends = self._connect().ends(plan.topic, self._starts)
-        except KafkaError:
-            return None  # it is only told
         return {
-            "ends": {str(p): end for p, end in sorted(ends.items())},
-            "lag": sum(max(0, end - self._starts[p]) for p, end in ends.items()),
+            "ends": {str(p): end for p, end in sorted(self._ends.items())},
+            "lag": sum(max(0, end - self._starts.get(p, end)) for p, end in self._ends.items()),
         }
 
     def _in_the_way(self, cluster: Cluster, state: State, start: dict[str, Any], there: int) -> str | None:
@@ -284,9 +280,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return make_plan(partitions, self._tasks, loads=loads, before=before, split=self._plan.split)
 
     def _state(self, partitions: Sequence[int]) -> State:
-        """The state topic as it is now. The planner keeps its view of it."""
+        """The state topic as it is now, and where the source ends. The planner keeps its view of it."""
         plan = self._plan
         topic = f"{plan.app}.state"
+        ends = self._connect().all_ends([plan.topic, topic], partitions)
+        self._ends = ends[plan.topic]
         if self._view is None or list(partitions) != self._viewed:
             if self._view is not None:
                 self._view.close()
@@ -296,7 +294,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._viewed = list(partitions)
             self._view.restore()
         else:
-            self._view.catch_up(self._connect().ends(topic, partitions))
+            self._view.catch_up(ends[topic])
         self._view.rest()
         return self._view
 
