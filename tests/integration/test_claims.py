@@ -377,3 +377,17 @@ def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log
         assert time.monotonic() - began < 1
         assert not view.owners[1]
     view.close()
+
+
+def test_a_task_that_was_stopped_for_a_while_finds_out_that_it_was_replaced(log: Log, app: str) -> None:
+    """Before it begins again after a transaction that was not taken: it would fence the one that took its place."""
+    cluster = Cluster(log.settings)
+    low, high = Slots(0, 999), Slots(1000, 65535)
+    old, beside = Owner(log.settings, app, "old", slots=low), Owner(log.settings, app, "beside", slots=high)
+    old.claim()
+    beside.claim()
+    assert not old.claims.lost_by_now(cluster)
+    Owner(log.settings, app, "new", slots=low).claim()
+    assert not old.claims.lost, "it has not looked"
+    assert old.claims.lost_by_now(cluster)
+    assert not beside.claims.lost_by_now(cluster)

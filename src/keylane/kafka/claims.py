@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from keylane.core.ring import Slots
+    from keylane.kafka.cluster import Cluster
     from keylane.kafka.scribe import Note, Scribe
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.state import Claim
@@ -187,6 +188,15 @@ class Claims:
             if any(claim.place > own.place and not claim.leaving for claim in claims):
                 return True
         return False
+
+    def lost_by_now(self, cluster: Cluster) -> bool:
+        """The same, when everything was read that is committed by now. False when that cannot be found out. Blocks."""
+        try:
+            ends = cluster.ends(self._state.topic, self._owned, committed=True)
+            self._state.read_through({p: end - 1 for p, end in ends.items()}, TIMEOUT)
+        except KafkaError:
+            return False
+        return self.lost
 
     def leads(self, partition: int) -> bool:
         """Whether no task of this run that is there now owns lower slots of this partition: one of them all leads."""

@@ -226,17 +226,27 @@ class Cluster:
         )
         return str(answer[name].value)
 
-    def ends(self, topic: str, partitions: Iterable[int], *, earliest: bool = False) -> dict[int, int]:
-        """The end (or the beginning) of each partition: the offset that the next message will get."""
-        return self.all_ends([topic], partitions, earliest=earliest)[topic]
+    def ends(
+        self, topic: str, partitions: Iterable[int], *, earliest: bool = False, committed: bool = False
+    ) -> dict[int, int]:
+        """The end (or the beginning) of each partition: the offset that the next message will get.
+
+        ``committed``: the end is where the first open transaction begins.
+        """
+        return self.all_ends([topic], partitions, earliest=earliest, committed=committed)[topic]
 
     def all_ends(
-        self, topics: Sequence[str], partitions: Iterable[int], *, earliest: bool = False
+        self,
+        topics: Sequence[str],
+        partitions: Iterable[int],
+        *,
+        earliest: bool = False,
+        committed: bool = False,
     ) -> dict[str, dict[int, int]]:
         """The same of several topics, by one question."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
         wanted = list(partitions)
-        found = self.offsets({(topic, p): spec for topic in topics for p in wanted})
+        found = self.offsets({(topic, p): spec for topic in topics for p in wanted}, committed=committed)
         return {topic: {p: found[topic, p] for p in wanted} for topic in topics}
 
     def offsets(

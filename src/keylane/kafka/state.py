@@ -199,7 +199,7 @@ class State:
         self._versions_only = False
         self._settings = settings
         self._app = app
-        self._topic = topic
+        self.topic = topic
         self._partitions = list(partitions)
         self._run = run
         self._since = since or {}
@@ -230,7 +230,7 @@ class State:
         """Read everything there is. Raises KafkaError when it cannot be read."""
         # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
         # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
-        self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+        self._consumer.assign([TopicPartition(self.topic, p, 0) for p in self._partitions])
         self._read_to_the_end()
 
     def restore_versions(self) -> None:
@@ -238,7 +238,7 @@ class State:
         self.versions = VersionStore()
         self._versions_only = True
         try:
-            self._consumer.assign([TopicPartition(self._topic, p, 0) for p in self._partitions])
+            self._consumer.assign([TopicPartition(self.topic, p, 0) for p in self._partitions])
             self._read_to_the_end()
         finally:
             self._versions_only = False
@@ -253,7 +253,7 @@ class State:
                     left.discard(message.partition())
             if time.monotonic() - heard > 3 * TIMEOUT:
                 raise KafkaError(
-                    f"topic {self._topic!r} gives no answer; its partitions {sorted(left)} were not read to the end"
+                    f"topic {self.topic!r} gives no answer; its partitions {sorted(left)} were not read to the end"
                 )
 
     def rest(self) -> None:
@@ -266,9 +266,9 @@ class State:
         What was committed a moment ago may still be hidden, for a few milliseconds; what lies behind the open
         transaction of a task that died is not waited for.
         """
-        self._consumer.assign([TopicPartition(self._topic, p, at) for p, at in self._next.items()])
+        self._consumer.assign([TopicPartition(self.topic, p, at) for p, at in self._next.items()])
         if not self.read_through({p: end - 1 for p, end in ends.items()}, _HIDDEN):
-            self._consumer.assign([TopicPartition(self._topic, p, at) for p, at in self._next.items()])
+            self._consumer.assign([TopicPartition(self.topic, p, at) for p, at in self._next.items()])
             self._read_to_the_end()
 
     def read_through(self, places: Mapping[int, int], timeout: float) -> bool:
@@ -289,7 +289,7 @@ class State:
         since: Mapping[int, int] | None = None,
     ) -> State:
         """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
-        return State(self._settings, self._app, self._topic, partitions, run, self._consumer, versions, since)
+        return State(self._settings, self._app, self.topic, partitions, run, self._consumer, versions, since)
 
     def _batch(self, timeout: float) -> list[Any]:
         # One at a time while there is nothing: consume() waits out its time-out for the rest.
@@ -305,7 +305,7 @@ class State:
             self._next[message.partition()] = message.offset()
             return True
         elif error.fatal() or not error.retriable():
-            raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
+            raise KafkaError(f"topic {self.topic!r} cannot be read: {error.str()}")
         return False
 
     def progress(self, partition: int, watermark: int, metadata: str | None) -> Restored:
@@ -381,7 +381,7 @@ class State:
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             log.warning(
                 "%s/%d@%d makes no sense (%s): %r %r",
-                self._topic,
+                self.topic,
                 partition,
                 message.offset(),
                 error,

@@ -129,6 +129,7 @@ class Task:
         self._mending: asyncio.Future[None] | None = None
         self._books = Books(self._app)
         self._desk: Desk | None = None
+        self._claims: Claims | None = None
         self._leaving: Claims | None = None  # set when another run has taken over
         self._shares: dict[int, Share] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
@@ -184,10 +185,27 @@ class Task:
             seat = await asyncio.to_thread(take_seat, self._plan.settings, self._app, self._plan.partitions)
             try:
                 await self._epoch(seat, steps)
-            except BaseException:
-                await asyncio.to_thread(seat.close)
+            except BaseException as error:
+                lost = await self._leave(seat, again=isinstance(error, AbortedError))
+                if (
+                    lost
+                ):  # a process that was stopped for a while, and does not know yet that Spark gave up on it
+                    raise FencedError(f"{self.owner}: another task has claimed its partitions") from error
                 raise
             seat.keep()
+
+    async def _leave(self, seat: Seat, *, again: bool) -> bool:
+        """Give the seat up; if the task is to begin ``again``, whether another one has taken its place meanwhile."""
+        if self._mending is not None:  # a client that is closed while it is used takes its process with it
+            self._mending.cancel()
+            await asyncio.wait([self._mending])
+        lost = (
+            again
+            and self._claims is not None
+            and await asyncio.to_thread(self._claims.lost_by_now, seat.cluster)
+        )
+        await asyncio.to_thread(seat.close)
+        return lost
 
     async def _epoch(self, seat: Seat, steps: Sequence[Step]) -> None:
         app, plan = self._app, self._plan
@@ -199,6 +217,7 @@ class Task:
             plan.settings, app.name, state, seat.scribe, plan.run, self.owner, patience=app.drain_timeout + 5
         )
         starts = await asyncio.to_thread(self._books.restore, seat, claims, state, plan)
+        self._claims = claims
         graveyard = Graveyard(seat, app, self._refused)
         output = KafkaOutput(seat, graveyard, app, limit=plan.sink_limit, stamps=plan.sink_stamps)
         rereader = Rereader(
