@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from campaign.workload import TaskLine
     from keylane.broker.node import Node
 
-_AFTERMATH = 3.0
-"""Seconds after an outage in which a commit may still be late: clients reconnect, the coordinator loads."""
-
 
 def strike(scene: Scene, shot: Shot) -> None:
     """Wait for the moment of this shot and do it. Whatever goes wrong is noted, and raised."""
@@ -104,7 +101,7 @@ def _down(scene: Scene, shot: Shot, node: Node, why: str) -> None:
     time.sleep(shot.lasting)
     wait_for(lambda: _started(node), 60, f"node {node.id} starts")
     scene.note(f"node {node.id} is back")
-    scene.outages.append((began, time.monotonic_ns() + int(_AFTERMATH * 1e9)))
+    scene.outage(began)
 
 
 def _started(node: Node) -> bool | None:
@@ -196,7 +193,7 @@ def _weather(scene: Scene, shot: Shot, weather: Weather, what: str) -> None:
     finally:
         proxy.weather = Weather()
         scene.note("the network is well again")
-        scene.outages.append((began, time.monotonic_ns() + int(_AFTERMATH * 1e9)))
+        scene.outage(began)
 
 
 def _slow(scene: Scene, shot: Shot) -> None:

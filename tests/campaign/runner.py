@@ -18,8 +18,9 @@ from campaign.handle import running
 from campaign.judge import Evidence, judge
 from campaign.plan import Kind
 from campaign.scene import Note, Scene, wait_for
-from campaign.watch import Load, Watch
+from campaign.watch import Disk, Load, Watch
 from campaign.workload import PARTITIONS, Spec, is_poison
+from keylane.kafka.transactions import LASTS
 from keylane.testing import History, read_history
 
 if TYPE_CHECKING:
@@ -135,9 +136,11 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         Watch(station.broker.bootstrap, name, spec.source),
         Load(station.broker.bootstrap, spec.source, plan),
     )
+    disk = Disk(outcome.folder, scene.disk_stood_still)
     scene.began = time.monotonic_ns()
     scene.note("the load begins")
     watch.start()
+    disk.start()
     load.start()
     try:
         _strike_all(scene)
@@ -154,6 +157,7 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         phase("stop")
     finally:
         watch.close()
+        disk.close()
     outcome.evidence = _collect(outcome, scene, watch, load, caught_up=caught_up)
     outcome.claims = _claims(scene)
     outcome.ruling = judge(outcome.evidence)
@@ -238,8 +242,29 @@ def _claims(scene: Scene) -> list[Note]:
     ]
 
 
+def _await_transactions(scene: Scene, topic: str) -> None:
+    """Until nothing in the topic is in an open transaction: what lies behind the first cannot be read before.
+
+    Of a task that died, that lasts until somebody fences it, or until it times out.
+    """
+    cluster, began = scene.log.cluster, time.monotonic()
+    partitions = range(cluster.partitions(topic))
+
+    def none() -> bool | None:
+        return cluster.ends(topic, partitions) == cluster.ends(topic, partitions, committed=True) or None
+
+    try:
+        wait_for(none, LASTS + 20, f"the end of all transactions in {topic}")
+    except TimeoutError:
+        scene.note(f"a transaction stays open in {topic}")
+    if time.monotonic() - began > 1:
+        scene.note(f"the last transaction in {topic} ended {time.monotonic() - began:.1f} s after the app")
+
+
 def _collect(outcome: Outcome, scene: Scene, watch: Watch, load: Load, *, caught_up: bool) -> Evidence:
     spec, plan = scene.spec, scene.plan
+    for topic in (spec.sink, f"{spec.name}.dlq"):
+        _await_transactions(scene, topic)
     results = [(row.key or b"", int(row.value or b"-1")) for row in scene.log.read(spec.sink)]
     letters = [
         (int(row.header("keylane-partition") or b"-1"), int(row.header("keylane-offset") or b"-1"))

@@ -42,6 +42,10 @@ class Zombie:
     woken: int = 0
 
 
+AFTERMATH = 3.0
+"""Seconds after an outage in which a commit may still be late: clients reconnect, the coordinator loads."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Scene:
     """One run's surroundings. `lifecycle` is held by whoever stops, kills or starts the app; lists only grow."""
@@ -63,6 +67,15 @@ class Scene:
 
     def note(self, text: str) -> None:
         self.notes.append(Note(time.monotonic_ns(), text))
+
+    def outage(self, began: int) -> None:
+        """Commits could not be made from then until now."""
+        self.outages.append((began, time.monotonic_ns() + int(AFTERMATH * 1e9)))
+
+    def disk_stood_still(self, began: int, ended: int) -> None:
+        """And the broker with it."""
+        self.note(f"the disk stood still for {(ended - began) / 1e9:.1f} s")
+        self.outage(began)
 
     def heard(self, event: dict[str, Any]) -> None:
         """What the driver says by itself."""

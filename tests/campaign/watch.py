@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from keylane.core.progress import decode
 from keylane.kafka.settings import KafkaSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from campaign.plan import Plan
     from keylane.core.watermark import Progress
@@ -122,6 +124,34 @@ class Watch(threading.Thread):
     def close(self) -> None:
         self._over.set()
         self.join(10)
+
+
+class Disk(threading.Thread):
+    """Writes to the disk as the broker does, five times a second, and tells of a write that took longer than a second.
+
+    A broker whose disk stands still answers nobody: for who waits for its commits that is an outage.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[int, int], None]) -> None:
+        super().__init__(name="disk", daemon=True)
+        self._file = folder / "disk"
+        self._tell = tell
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(_SAMPLE * 2):
+            began = time.monotonic_ns()
+            with self._file.open("wb") as file:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+            ended = time.monotonic_ns()
+            if ended - began > 1e9:
+                self._tell(began, ended)
+
+    def close(self) -> None:
+        self._over.set()
+        self.join(60)
 
 
 def progress_of(offset: int, metadata: str | None) -> Progress:

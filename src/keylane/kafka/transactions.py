@@ -82,6 +82,7 @@ def leave(producer: Any, *, abort: bool = False) -> threading.Thread:
                 producer.abort_transaction(_SOON)
         while len(producer):  # for as long as its message.timeout.ms at most
             with contextlib.suppress(KafkaException):  # what it has failed with, said once more
+                producer.purge(in_flight=False)  # nor does it send anything again that got no answer
                 producer.poll(0.1)
 
     leaving = threading.Thread(target=last_words, name="keylane-leave", daemon=True)
