@@ -19,7 +19,7 @@ from keylane.core.pending import SHIFT, Block, Pending, blocks_of, joined
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-_PATIENCE = 4096
+_PATIENCE = 16_384
 _PATIENCE_MAX = 65_536
 """By so many the set of recent offsets grows, at least and at most, before it is looked through for what is stuck."""
 

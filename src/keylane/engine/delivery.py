@@ -71,6 +71,7 @@ class Delivery(Message):
         "settled",
         "stage",
         "started",
+        "timestamp",
         "trouble",
     )
 
@@ -81,6 +82,8 @@ class Delivery(Message):
         self.value = record.value()
         self.partition = record.partition()
         self.offset = record.offset()
+        kind, milliseconds = record.timestamp()
+        self.timestamp: int | None = milliseconds if kind else None  # kept: it is asked for twice
         self.attempt = 1
         self.engine = engine
         self.next: Delivery | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from keylane.core.lane import AWAY_MAX
 from keylane.errors import KafkaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from confluent_kafka import Consumer
 
@@ -77,7 +78,8 @@ class Share:
 class Batch:
     """What the owner thread hands to the loop."""
 
-    records: Sequence[Record]
+    records: Mapping[int, list[Record]]
+    """By partition; none is empty."""
     ends: Mapping[int, int]
     """Partitions that were read to their end, and that end."""
 
@@ -194,38 +196,46 @@ class Fetcher:
         self._hand_over([first, *self._consumer.consume(BATCH - 1, 0)])
 
     def _hand_over(self, messages: list[Any]) -> None:
-        records: list[Any] = []
+        # The hot path: as few steps per message as can be, the rest per partition.
+        records = [message for message in messages if message.error() is None]
+        groups: dict[int, list[Any]] = defaultdict(list)
+        for record in records:
+            groups[record.partition()].append(record)
         ends: dict[int, int] = {}
         shares, until = self.shares, self._until
-        for message in messages:
-            error = message.error()
-            partition = message.partition()
-            if error is not None:
-                if error.code() == ClientError._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
-                    # It comes after every message that was the last one, and says something new only behind a hole.
-                    if message.offset() > shares[partition].next:
-                        ends[partition] = shares[partition].next = message.offset()
-                elif error.code() == ClientError._AUTO_OFFSET_RESET:  # noqa: SLF001
-                    self._out_of_range(partition)
-                else:
-                    self._problem(error)
-                continue
-            offset = message.offset()
-            share = shares[partition]
-            share.next = offset + 1
-            if until is not None and offset >= until[partition]:
-                ends[partition] = until[partition]
-                continue
-            share.handed += 1
-            records.append(message)
+        for partition, group in groups.items():
+            shares[partition].next = group[-1].offset() + 1
+        if len(records) < len(messages):
+            self._hear([message for message in messages if message.error() is not None], ends)
+        if until is not None:
+            for partition, share in shares.items():
+                if partition in groups and share.next > until[partition]:
+                    groups[partition] = [r for r in groups[partition] if r.offset() < until[partition]]
+                    ends[partition] = until[partition]
+            groups = {partition: group for partition, group in groups.items() if group}
+        for partition, group in groups.items():
+            shares[partition].handed += len(group)
         if records:
             size = sum(map(len, records)) / len(records)
             self._mean_size = 0.9 * self._mean_size + 0.1 * size if self._mean_size else size
-        if records or ends:
-            self._deliver(Batch(records=records, ends=ends))
+        if groups or ends:
+            self._deliver(Batch(records=groups, ends=ends))
         if until is not None:
             for partition, share in shares.items():
                 self._check_end(partition, share.next)
+
+    def _hear(self, told: list[Any], ends: dict[int, int]) -> None:
+        """What the client says besides messages; those that came with it are counted."""
+        for message in told:
+            code, partition = message.error().code(), message.partition()
+            if code == ClientError._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+                # It comes after every message that was the last one, and says something new only behind a hole.
+                if message.offset() > self.shares[partition].next:
+                    ends[partition] = self.shares[partition].next = message.offset()
+            elif code == ClientError._AUTO_OFFSET_RESET:  # noqa: SLF001
+                self._out_of_range(partition)
+            else:
+                self._problem(message.error())
 
     def _check_end(self, partition: int, reached: int) -> None:
         if self._until is None or reached < self._until[partition]:

@@ -89,7 +89,7 @@ class KafkaOutput:
         self._limit = limit - RECORD_OVERHEAD
         self._hold = _SHORT
         """Seconds for which results are gathered; 0: they are not."""
-        self._gathered: list[tuple[bytes, Delivery, Headers, Report]] = []
+        self._gathered: list[tuple[Any, ...]] = []  # as the client's produce takes them
         self._first = 0.0  # when the first of them came
         self._served, self._looked = 0, time.monotonic()
         self._origin = stamps if app.origin_time is None else app.origin_time
@@ -114,8 +114,7 @@ class KafkaOutput:
             self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             delivery.engine.acknowledge(delivery)
         else:
-            send = self._gather if self._hold else self._send
-            send(self._producer, value, delivery, headers, delivery)
+            self._send(self._producer, value, delivery, headers, delivery)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
         """Raises :class:`Poison` when one of them is larger than the sink takes; then none is written."""
@@ -133,12 +132,11 @@ class KafkaOutput:
         for (value, _), headers in zip(values, all_headers, strict=True):
             self._check_size(delivery, value, headers)
         report = delivery if len(values) == 1 else _All(delivery, len(values))
-        send = self._gather if self._hold else self._send
         for (value, _), headers in zip(values, all_headers, strict=True):
             if self._producer is None:
                 self._scribe.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers)
             else:
-                send(self._producer, value, delivery, headers, report)
+                self._send(self._producer, value, delivery, headers, report)
         if self._producer is None:
             delivery.engine.acknowledge(delivery)
 
@@ -171,41 +169,45 @@ class KafkaOutput:
     def _send(
         self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers, report: Report
     ) -> None:
-        produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
-        while True:
-            try:
-                # By place (…, partition, callback, on_delivery, timestamp, headers): the hot path.
-                produce(
-                    self._sink,
-                    value,
-                    delivery.key,
-                    ANY_PARTITION,
-                    report,
-                    None,
-                    delivery.timestamp or 0,
-                    headers,
-                )
-            except BufferError:
-                # Gigabytes wait for a broker that does not answer: nothing else can go on either.
-                producer.poll(0.1)
-            else:
-                return
-
-    def _gather(
-        self, producer: Producer, value: bytes, delivery: Delivery, headers: Headers, report: Report
-    ) -> None:
+        # By place (…, partition, callback, on_delivery, timestamp, headers): the hot path.
+        record = (
+            self._sink,
+            value,
+            delivery.key,
+            ANY_PARTITION,
+            report,
+            None,
+            delivery.timestamp or 0,
+            headers,
+        )
+        if not self._hold:
+            self._produce(producer, record)
+            return
         gathered = self._gathered
         if not gathered:
             self._first = time.monotonic()
-        gathered.append((value, delivery, headers, report))
+        gathered.append(record)
         # Until poll() lets them go; it comes late where handlers have the loop to themselves.
         if not len(gathered) % 16 and time.monotonic() - self._first > self._hold:
             self._let_go(producer)
 
     def _let_go(self, producer: Producer) -> None:
         gathered, self._gathered = self._gathered, []
-        for value, delivery, headers, report in gathered:
-            self._send(producer, value, delivery, headers, report)
+        produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
+        for record in gathered:
+            try:
+                produce(*record)
+            except BufferError:
+                self._produce(producer, record)
+
+    @staticmethod
+    def _produce(producer: Producer, record: tuple[Any, ...]) -> None:
+        while True:
+            try:
+                return producer.produce(*record)
+            except BufferError:
+                # Gigabytes wait for a broker that does not answer: nothing else can go on either.
+                producer.poll(0.1)
 
     def look(self, waiting: int) -> None:
         """Decide now and then whether results are gathered; ``waiting`` lanes wait for their turn."""
