@@ -64,9 +64,10 @@ def test_with_workers_killed_every_result_and_every_letter_is_there_once(
     messages = load(30_000, 307)
 
     def offer() -> None:
-        for at in range(0, len(messages), 500):
-            sent.extend(log.send(f"{name}.in", messages[at : at + 500]))
-            time.sleep(0.12)
+        # Not in bursts: between two of them everything is committed, and a kill hits nothing.
+        for at in range(0, len(messages), 100):
+            sent.extend(log.send(f"{name}.in", messages[at : at + 100]))
+            time.sleep(0.02)
 
     offering = threading.Thread(target=offer)
     offering.start()
