@@ -187,10 +187,8 @@ class Task:
             try:
                 await self._epoch(seat, steps)
             except BaseException as error:
-                lost = await self._leave(seat, again=isinstance(error, AbortedError))
-                if (
-                    lost
-                ):  # a process that was stopped for a while, and does not know yet that Spark gave up on it
+                # A process that was stopped for a while may not know yet that Spark gave up on it.
+                if await self._leave(seat, again=isinstance(error, AbortedError)):
                     raise FencedError(f"{self.owner}: another task has claimed its partitions") from error
                 raise
             seat.keep()

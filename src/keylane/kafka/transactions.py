@@ -212,7 +212,7 @@ class Transactions:
 
     def _useless(self, error: KafkaException) -> FencedError | KafkaError:
         found = error.args[0]
-        leave(self._producer)
+        leave(self._producer)  # now, whoever lets go of it, and whether or not it is told
         if found.code() in _FENCED:
             self.over = FencedError("another task has taken over; nothing that this one does counts any more")
         else:
