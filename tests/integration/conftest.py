@@ -28,25 +28,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
-_status = 0
+_status: list[int] = []
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    global _status  # noqa: PLW0603 - from one of pytest's calls to the other
-    _status = int(exitstatus)
+    _status.append(int(exitstatus))
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """End the process with the tests' result, without what C libraries do at its end.
 
     Tests leave Kafka clients behind. With some alive, the cleanup of the OpenSSL inside librdkafka 2.16.0 may look at a
     thread that is gone (``init_thread_deregister``): a segmentation fault after the last test had passed, seen once.
     """
+    if not _status or hasattr(config, "workerinput"):
+        return  # no test was to run, or xdist's own process waits for this one
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_status)
+    os._exit(_status[-1])
 
 
 @pytest.fixture(scope="session")
