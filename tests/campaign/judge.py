@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 EXACTLY_ONCE = "exactly_once"
 _LATE = 2.5
 """Seconds that a commit may take on a busy machine, beyond its interval."""
+_ENDS = 5.0
+"""Seconds for the broker to write that a transaction is over."""
 _SHOWN = 5
 
 
@@ -49,6 +51,8 @@ class Evidence:
     """When progress was deleted from outside: what was done before may run again, and the offset may go back."""
     outages: Sequence[tuple[int, int]] = ()
     """From when to when commits could not be made in time."""
+    left_open: float = 0.0
+    """Seconds for which a transaction among results or letters stayed open when the app had ended."""
     caught_up: bool = True
     peaceful: bool = False
     """Nothing was killed, cut or deleted: nothing may run again."""
@@ -69,6 +73,11 @@ def judge(evidence: Evidence) -> Ruling:
         *ledger.needless_repeats(peaceful=evidence.peaceful),
         *ledger.late_commits(evidence.outages, evidence.zombies, COMMIT_INTERVAL + _LATE),
     ]
+    if evidence.left_open > _ENDS:
+        detail = (
+            f"for {evidence.left_open:.1f} s after the app's end nobody could read all that it had committed"
+        )
+        findings.append(Finding(rule="left open", detail=detail))
     if not evidence.caught_up:
         findings.append(Finding(rule="stuck", detail="not everything was done in time"))
     findings += [

@@ -136,7 +136,7 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         Watch(station.broker.bootstrap, name, spec.source),
         Load(station.broker.bootstrap, spec.source, plan),
     )
-    disk = Disk(outcome.folder, scene.disk_stood_still)
+    disk = Disk(outcome.folder, scene.note)
     scene.began = time.monotonic_ns()
     scene.note("the load begins")
     watch.start()
@@ -242,29 +242,30 @@ def _claims(scene: Scene) -> list[Note]:
     ]
 
 
-def _await_transactions(scene: Scene, topic: str) -> None:
-    """Until nothing in the topic is in an open transaction: what lies behind the first cannot be read before.
+def _await_transactions(scene: Scene) -> float:
+    """Seconds until no transaction is open among results and letters: what lies behind one cannot be read before.
 
-    Of a task that died, that lasts until somebody fences it, or until it times out.
+    The app has ended by then, so that its own ends at once; one that nobody fenced lasts until it times out.
     """
     cluster, began = scene.log.cluster, time.monotonic()
-    partitions = range(cluster.partitions(topic))
+    topics = {
+        topic: range(cluster.partitions(topic)) for topic in (scene.spec.sink, f"{scene.spec.name}.dlq")
+    }
 
     def none() -> bool | None:
-        return cluster.ends(topic, partitions) == cluster.ends(topic, partitions, committed=True) or None
+        return (
+            all(cluster.ends(t, ps) == cluster.ends(t, ps, committed=True) for t, ps in topics.items())
+            or None
+        )
 
-    try:
-        wait_for(none, LASTS + 20, f"the end of all transactions in {topic}")
-    except TimeoutError:
-        scene.note(f"a transaction stays open in {topic}")
-    if time.monotonic() - began > 1:
-        scene.note(f"the last transaction in {topic} ended {time.monotonic() - began:.1f} s after the app")
+    with contextlib.suppress(TimeoutError):
+        wait_for(none, LASTS + 20, "all transactions end")
+    return time.monotonic() - began
 
 
 def _collect(outcome: Outcome, scene: Scene, watch: Watch, load: Load, *, caught_up: bool) -> Evidence:
     spec, plan = scene.spec, scene.plan
-    for topic in (spec.sink, f"{spec.name}.dlq"):
-        _await_transactions(scene, topic)
+    left_open = _await_transactions(scene)
     results = [(row.key or b"", int(row.value or b"-1")) for row in scene.log.read(spec.sink)]
     letters = [
         (int(row.header("keylane-partition") or b"-1"), int(row.header("keylane-offset") or b"-1"))
@@ -282,6 +283,7 @@ def _collect(outcome: Outcome, scene: Scene, watch: Watch, load: Load, *, caught
         zombies={zombie.owner: zombie.stopped for zombie in scene.zombies},
         forgotten=scene.forgotten,
         outages=scene.outages,
+        left_open=left_open,
         caught_up=caught_up,
         peaceful=plan.kinds <= {Kind.RESTART},
     )

@@ -72,11 +72,6 @@ class Scene:
         """Commits could not be made from then until now."""
         self.outages.append((began, time.monotonic_ns() + int(AFTERMATH * 1e9)))
 
-    def disk_stood_still(self, began: int, ended: int) -> None:
-        """And the broker with it."""
-        self.note(f"the disk stood still for {(ended - began) / 1e9:.1f} s")
-        self.outage(began)
-
     def heard(self, event: dict[str, Any]) -> None:
         """What the driver says by itself."""
         self.notes.append(Note(event["at"], f"driver: {event['event']}: {event.get('why', '')}"))

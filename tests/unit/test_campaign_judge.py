@@ -107,6 +107,11 @@ def test_a_duplicate_in_an_exactly_once_sink_is_found() -> None:
     assert judge(whole(results=again, delivery="at_least_once", outages=[(0, MS)])).ok
 
 
+def test_a_transaction_that_nobody_ended_is_found() -> None:
+    assert judge(whole(left_open=0.5)).ok
+    assert rules(judge(whole(left_open=58.0))) == {"left open"}
+
+
 def test_a_duplicate_is_excused_when_progress_was_deleted_from_outside() -> None:
     """Then nobody could know what was done."""
     evidence = replace(crashed(), delivery=EXACTLY_ONCE)
