@@ -92,7 +92,9 @@ class LanesAgainstLists(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         runnable = self.runnable
-        lane = self.table.take()
+        self._took(self.table.take(), runnable)
+
+    def _took(self, lane: Lane[Item] | None, runnable: set[object]) -> None:
         if lane is None:
             assert not runnable
             return
@@ -106,12 +108,16 @@ class LanesAgainstLists(RuleBasedStateMachine):
         self.woken.discard(group)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def passes(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), on=st.booleans())
+    def passes(self, data: st.DataObject, on: bool) -> None:
         lane = self._pick_running(data)
         assert lane.head is not None
         self.passed[lane.head.group] += 1
-        self.table.passed(lane)
+        if on:
+            runnable = self.runnable
+            self._took(self.table.turn(lane), runnable)
+        else:
+            self.table.passed(lane)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), wait=st.integers(0, 5))
@@ -136,8 +142,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
     def settle(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.waiting))
         self.settled.add(item)
-        done: list[Item] = []
-        self.table.settle(item, done)
+        done = self.table.settle([item])
         items = self.arrived[item.group]
         already = self.done[item.group]
         expected = []
@@ -187,7 +192,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
                 self.table.passed(lane)
             self.running.clear()
         for item in reversed(self.waiting):
-            self.table.settle(item, self.done[item.group])
+            self.done[item.group] += self.table.settle([item])
         for group, items in self.arrived.items():
             wanted = [item for item in items if not self.table.closed or item in self.started]
             assert self.done[group] == wanted
@@ -318,7 +323,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
     @precondition(lambda self: self.through)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        self.table.settle(self.through.pop(data.draw(st.integers(0, len(self.through) - 1))), [])
+        self.table.settle([self.through.pop(data.draw(st.integers(0, len(self.through) - 1)))])
 
     @invariant()
     def the_counts_agree(self) -> None:
@@ -347,7 +352,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
                     self._pass(lane)
                 self.running.clear()
                 while self.through:
-                    self.table.settle(self.through.pop(), [])
+                    self.table.settle([self.through.pop()])
                 if self.table.quiet:
                     break
             assert self.passed == {key: len(order) for key, order in self.order.items()}, "nothing is lost"
@@ -415,7 +420,7 @@ def test_closing_starts_nothing_new_and_lets_a_retry_come_to_its_end() -> None:
     assert lane.head is behind
     assert lane.state is LaneState.IDLE
     done: list[Item] = []
-    table.settle(failed, done)
+    done += table.settle([failed])
     assert done == [failed]
     assert table.lanes.keys() == {b"a", b"b"}, f"{behind} and {fresh} are left for the next epoch"
 
@@ -433,7 +438,7 @@ def test_a_lane_that_was_emptied_begins_anew() -> None:
     table, (first,) = filled(b"a")
     table.passed(take(table))
     done: list[Item] = []
-    table.settle(first, done)
+    done += table.settle([first])
     assert not table.lanes
     again = Item(1, b"a")
     table.arrive(b"a", again)
@@ -449,9 +454,9 @@ def test_an_entry_joins_a_lane_that_only_waits_for_acknowledgements() -> None:
     assert lane.head is second
     table.passed(lane)
     done: list[Item] = []
-    table.settle(second, done)
+    done += table.settle([second])
     assert done == []
-    table.settle(first, done)
+    done += table.settle([first])
     assert done == [first, second]
     assert table.statistics().lanes == 0
 
@@ -466,7 +471,7 @@ def test_what_is_put_before_entries_on_their_way_back_is_done_like_all_others() 
             assert lane.head is not None
             entry = lane.head
             table.passed(lane)
-            table.settle(entry, done)
+            done.extend(table.settle([entry]))
 
     for number in range(200):
         table.arrive(b"a", Item(number, b"a"), 0.0)
@@ -493,7 +498,7 @@ def through(table: Table) -> list[int]:
         head = lane.head
         assert head is not None
         table.passed(lane)
-        table.settle(head, done)
+        done += table.settle([head])
     return [item.number for item in done]
 
 
@@ -506,7 +511,7 @@ def test_an_entry_that_is_set_aside_lets_the_next_one_run_and_comes_back_before_
     done: list[Item] = []
     assert table.take() is lane
     table.passed(lane)
-    table.settle(items[1], done)
+    done += table.settle([items[1]])
     table.insert(b"a", [items[0]])
     assert done == [items[1]]
     assert through(table) == [0, 2, 3]
@@ -526,10 +531,10 @@ def test_an_entry_that_is_set_aside_is_done_behind_the_one_it_waited_for() -> No
     table.insert(b"a", [items[1]])
     table.take()
     table.passed(lane)
-    table.settle(items[1], done)
-    table.settle(items[2], done)
+    done += table.settle([items[1]])
+    done += table.settle([items[2]])
     assert done == []
-    table.settle(items[0], done)
+    done += table.settle([items[0]])
     assert [item.number for item in done] == [0, 2, 1]
     assert table.lanes == {}
 
@@ -559,7 +564,7 @@ def test_the_last_entry_is_set_aside_while_one_before_it_waits_for_its_acknowled
     table.arrive(b"a", Item(2, b"a"))
     assert lane.state is LaneState.READY
     table.insert(b"a", [items[1]])
-    table.settle(items[0], done)
+    done += table.settle([items[0]])
     assert through(table) == [1, 2]
     assert table.lanes == {}
 

@@ -28,7 +28,10 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     offset, found = 0, []
     for _ in range(draw(st.integers(0, 40))):
         offset += draw(st.sampled_from([1, 1, 1, 2, 7]))
-        key, event_id = draw(st.sampled_from([A, B])), draw(st.sampled_from([b"1", b"2", b"3", b"4"]))
+        key, event_id = (
+            draw(st.sampled_from([A, B])),
+            draw(st.sampled_from([b"1", b"2", b"3", b"4", b"5", b"6"])),
+        )
         at = draw(st.none() | st.integers(0, 20).map(lambda seconds: seconds * 1000))
         found.append(Arrival(offset, key, event_id, at))
     return found
@@ -48,15 +51,30 @@ def naive(rule: Idempotency, before: list[Arrival], now: Arrival) -> int | None:
     return None
 
 
-def feed(window: SeenWindow, messages: list[Arrival]) -> list[int | None]:
-    return [window.arrived(each.key, each.event_id, each.offset, each.at) for each in messages]
+def window_of(rule: Idempotency) -> SeenWindow:
+    return SeenWindow(rule, "event-id")
 
 
-@given(settings, arrivals())
-def test_the_window_says_what_the_whole_log_says(rule: Idempotency, messages: list[Arrival]) -> None:
-    window = SeenWindow(rule)
+def feed(window: SeenWindow, messages: list[Arrival], together: int = 1) -> list[int | None]:
+    """What it says of each; so many at once where they are all new."""
+    found: list[int | None] = []
+    for place in range(0, len(messages), together):
+        some = messages[place : place + together]
+        places = [(each.offset, each.at, each.key) for each in some]
+        if together > 1 and window.all_new([("event-id", each.event_id) for each in some], places):
+            found += [None] * len(some)
+        else:
+            found += [window.arrived(each.key, each.event_id, each.offset, each.at) for each in some]
+    return found
+
+
+@given(settings, arrivals(), st.integers(1, 5))
+def test_the_window_says_what_the_whole_log_says(
+    rule: Idempotency, messages: list[Arrival], together: int
+) -> None:
+    window = window_of(rule)
     expected = [naive(rule, messages[:place], each) for place, each in enumerate(messages)]
-    assert feed(window, messages) == expected
+    assert feed(window, messages, together) == expected
     assert len(window) < 2 * rule.count
 
 
@@ -64,7 +82,7 @@ def test_the_window_says_what_the_whole_log_says(rule: Idempotency, messages: li
 def test_a_window_rebuilt_from_where_it_asks_for_answers_as_the_one_that_was_there(
     rule: Idempotency, messages: list[Arrival], watermark: int
 ) -> None:
-    live, rebuilt = SeenWindow(rule), SeenWindow(rule)
+    live, rebuilt = window_of(rule), window_of(rule)
     feed(live, [each for each in messages if each.offset < watermark])
     feed(rebuilt, [each for each in messages if rule.since(watermark) <= each.offset < watermark])
     rest = [each for each in messages if each.offset >= watermark]
@@ -77,7 +95,7 @@ def test_the_rebuild_begins_so_many_offsets_before_the_watermark_and_never_befor
 
 
 def test_key_and_event_id_cannot_be_mistaken_for_each_other() -> None:
-    window = SeenWindow(Idempotency())
+    window = window_of(Idempotency())
     assert window.arrived(b"ab", b"c", 0, None) is None
     assert window.arrived(b"a", b"bc", 1, None) is None
     assert window.arrived(b"", b"abc", 2, None) is None
@@ -85,14 +103,14 @@ def test_key_and_event_id_cannot_be_mistaken_for_each_other() -> None:
 
 
 def test_a_message_that_comes_again_at_its_own_or_an_earlier_place_repeats_nothing() -> None:
-    window = SeenWindow(Idempotency())
+    window = window_of(Idempotency())
     assert window.arrived(A, b"1", 5, None) is None
     assert window.arrived(A, b"1", 5, None) is None
     assert window.arrived(A, b"1", 4, None) is None
 
 
 def test_ids_of_any_length_take_bounded_room() -> None:
-    window = SeenWindow(Idempotency())
+    window = window_of(Idempotency())
     for key, event_id in ((A, b"x" * LONGEST), (b"x" * LONGEST, b"1")):
         assert window.arrived(key, event_id, 0, None) is None
         assert window.arrived(key, event_id, 1, None) is None
@@ -102,12 +120,21 @@ def test_ids_of_any_length_take_bounded_room() -> None:
 
 
 def test_messages_that_never_ran_are_forgotten() -> None:
-    window = SeenWindow(Idempotency(count=2))
+    window = window_of(Idempotency(count=2))
     feed(window, [Arrival(0, A, b"1", None), Arrival(1, A, b"2", None), Arrival(2, A, b"3", None)])
     window.forget({1, 2, 99})
     assert window.arrived(A, b"1", 2, None) == 0
     assert window.arrived(A, b"2", 3, None) is None
     assert window.arrived(A, b"3", 4, None) is None
+
+
+def test_an_id_that_several_lanes_use_stays_known_when_one_of_them_is_forgotten() -> None:
+    window = window_of(Idempotency())
+    feed(window, [Arrival(0, A, b"1", None), Arrival(1, B, b"1", None)])
+    window.forget({0})
+    assert not window.all_new([("event-id", b"1")], [(2, None, B)])
+    assert window.arrived(B, b"1", 2, None) == 1
+    assert window.arrived(A, b"1", 3, None) is None
 
 
 @pytest.mark.parametrize(

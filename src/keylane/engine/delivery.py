@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
     from keylane.engine.pipeline import Step
-    from keylane.message import Record
+    from keylane.message import Headers, Record
+
+
+_OK = Outcome.OK
 
 
 class Trouble:
@@ -94,7 +97,7 @@ class Delivery(Message):
         self.attempts = 0  # attempts in all stages together
         self.started = 0.0  # wall clock, of the first attempt
         self.finished = 0.0
-        self.outcome = Outcome.OK
+        self.outcome = _OK
         self.error: str | None = None
         self.trouble: Trouble | None = None
 
@@ -112,6 +115,14 @@ class Delivery(Message):
     def record(self) -> Record:
         """What it was made of."""
         return self._record
+
+    @property
+    def carried(self) -> Headers:
+        """Its headers for its results, to be read only: as :attr:`headers`, without a list of their own."""
+        headers = self._headers
+        if headers is None:
+            headers = self._record.headers() or []  # type: ignore[assignment]  # every log's are a list
+        return headers  # type: ignore[return-value]
 
     @property
     def original(self) -> bytes | None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from keylane.core.seen import Idempotency, SeenWindow
+from keylane.core.seen import LONGEST, Idempotency, SeenWindow
 from keylane.message import EVENT_ID, Message, last
 
 if TYPE_CHECKING:
@@ -34,25 +34,56 @@ class Duplicates:
         self.waiting: dict[Place, int] = {}
         """Those that are not done, and the offset of the message that each repeats."""
         self.active = rule is not None
-        window = partial(SeenWindow, rule or Idempotency())
+        window = partial(SeenWindow, rule or Idempotency(), EVENT_ID)
         self._windows: dict[int, SeenWindow] = defaultdict(window)  # by partition
         self._redriven: dict[int, SeenWindow] = defaultdict(window)  # the same, of letters that came through
 
-    def arrived(self, message: Message, headers: Sequence[tuple[str, bytes | None]]) -> None:
-        """A message with these headers comes into its lane; in the order of its partition."""
-        key, event_id, partition = message.key, last(headers, EVENT_ID), message.partition
-        if not event_id or key is None or not self.active:
+    def arrived(self, records: Sequence[Record], messages: Sequence[Message]) -> None:
+        """Messages, and what they were made of, come into their lanes; those of a partition in its order."""
+        if not self.active or self._are_new(records, messages):
             return
-        repeats = self._windows[partition].arrived(key, event_id, message.offset, message.timestamp)
-        if repeats is not None:
-            self.waiting[partition, message.offset] = repeats
+        for record, message in zip(records, messages, strict=True):
+            try:
+                headers = record.headers()
+            except UnicodeDecodeError:  # the name of one of them: the stages or the sink will find out
+                continue
+            event_id = last(headers, EVENT_ID) if headers else None
+            if event_id and message.key is not None:
+                partition, offset = message.partition, message.offset
+                repeats = self._windows[partition].arrived(message.key, event_id, offset, message.timestamp)
+                if repeats is not None:
+                    self.waiting[partition, offset] = repeats
+
+    def _are_new(self, records: Sequence[Record], messages: Sequence[Message]) -> bool:
+        """What is true of almost all, found out for many at once: the hot path. False: look at each of them."""
+        partitions = {message.partition for message in messages}
+        if len(partitions) != 1:
+            return False
+        try:
+            last_of_each = [record.headers()[-1] for record in records]  # type: ignore[index]
+            ids = [one for one in last_of_each if one[0] == EVENT_ID and 0 < len(one[1]) <= LONGEST // 2]  # type: ignore[arg-type]
+            keys = [message.key for message in messages]
+            if len(ids) < len(records) or max(map(len, keys)) > LONGEST // 2:  # type: ignore[arg-type]
+                return False
+        except (
+            TypeError,
+            IndexError,
+            UnicodeDecodeError,
+        ):  # no headers, no id, no key, or a name that is no text
+            return False
+        offsets = [message.offset for message in messages]
+        times = [message.timestamp for message in messages]
+        window = self._windows[partitions.pop()]
+        return window.all_new(ids, zip(offsets, times, keys, strict=True))  # type: ignore[arg-type]
 
     def seen_before(self, records: Iterable[Record]) -> None:
         """Messages that are done come again, in the order of their partition."""
-        for record in records if self.active else ():
-            message = Message(record)
-            self.arrived(message, _headers(message))
-            self.done(message)
+        if self.active:
+            seen = list(records)
+            messages = [Message(record) for record in seen]
+            self.arrived(seen, messages)
+            for message in messages:
+                self.done(message)
 
     def done(self, message: Message) -> None:
         """A message that may be a duplicate is done."""
@@ -80,12 +111,8 @@ class Duplicates:
 
     def _known(self, message: Message) -> tuple[bytes, bytes] | None:
         """Key and event id."""
-        event_id = last(_headers(message), EVENT_ID)
+        try:
+            event_id = last(message.headers, EVENT_ID)
+        except UnicodeDecodeError:
+            return None
         return (message.key, event_id) if self.active and message.key is not None and event_id else None
-
-
-def _headers(message: Message) -> Sequence[tuple[str, bytes | None]]:
-    try:
-        return message.headers
-    except UnicodeDecodeError:  # the name of one of them: such a message takes its usual course
-        return ()

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.engine")
 
+_OK = Outcome.OK
+
 TURNS = 256
 """Messages a runner may finish without giving the loop back: bounds how long acknowledgements and timers wait."""
 
@@ -235,21 +237,19 @@ class Engine:
 
     def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        arrive, now, kept, make = self.table.arrive, self.now(), self._kept, self._delivery
-        lane_key = self._lane_key
-        look = self.seen.arrived if self.seen.active else None
-        for record in records:
-            delivery = make(record, self)
-            if kept:
+        now, make = self.now(), self._delivery
+        deliveries = [make(record, self) for record in records]
+        if self._kept:
+            for delivery in deliveries:
                 self._remember(delivery)
-            if look is not None:
-                try:
-                    headers = record.headers()
-                except UnicodeDecodeError:  # the name of one of them: the stages or the sink will find out
-                    headers = None
-                if headers:
-                    look(delivery, headers)
-            arrive(delivery.key if lane_key is None else lane_key(delivery.partition), delivery, now)
+        if self.seen.active:
+            self.seen.arrived(records, deliveries)
+        lane_key = self._lane_key
+        if lane_key is None:
+            keys = [delivery.key for delivery in deliveries]
+        else:
+            keys = [lane_key(delivery.partition) for delivery in deliveries]
+        self.table.arrive_all(keys, deliveries, now)
         self._accepted += len(records)
         if now >= self._look_after and self._looking is None and self._crowded:
             self._look()
@@ -550,12 +550,11 @@ class Engine:
         decode, result_of, encoded = self._decode, self._result, self._encode
         records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
         versioned = self.versions is not None
-        last = len(steps)
-        turns = 0
+        last, turns = len(steps), 0
+        lane: Lane[Delivery] | None = None
         self._standby = False
         while not self._over:  # then it ends, also when its stage swallowed the cancellation
-            lane = table.take()
-            if lane is None:
+            if lane is None and (lane := table.take()) is None:
                 parked: asyncio.Future[None] = self._loop.create_future()
                 self._parked.append(parked)
                 self._changed.set()
@@ -565,6 +564,7 @@ class Engine:
                 continue
             if not self._standby and (table.ready or table.again):
                 self._ensure_runner()
+            turns += 1
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (
                 versioned
@@ -572,7 +572,7 @@ class Engine:
                 or (twice and (delivery.partition, delivery.offset) in twice)
                 or ((records or held) and ((key := lane.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
-                turns += 1
+                lane = None
                 if turns % TURNS == 0:  # a long lane that is parked must not hold up the loop
                     await asyncio.sleep(0)
                 continue
@@ -586,12 +586,13 @@ class Engine:
                     if decode is not None and delivery.value is not None:
                         delivery.value = decode(delivery.value)
                     delivery.decoded = True
-                while delivery.stage < last:
-                    delivery.value = await steps[delivery.stage].call(delivery)
-                    delivery.stage += 1
+                stage = delivery.stage
+                while stage < last:
+                    delivery.value = await steps[stage].call(delivery)
+                    stage = delivery.stage = stage + 1
                     delivery.attempt = 1
-                    if delivery.trouble is not None and delivery.stage < last:
-                        delivery.attempt = delivery.trouble.attempt_at(steps[delivery.stage].name)
+                    if delivery.trouble is not None and stage < last:
+                        delivery.attempt = delivery.trouble.attempt_at(steps[stage].name)
                 value = delivery.value
                 if result_of is None or value is None:
                     if not self.acknowledged:
@@ -601,18 +602,23 @@ class Engine:
                     result_of(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
             except (Exception, SystemExit) as error:
                 self.course.failed(lane, delivery, error)
+                lane = None
             except asyncio.CancelledError:
                 if self._cancelling:
                     raise
                 self.course.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
+                lane = None
             else:
                 if observer is not None:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.trouble is not None:
                     self.course.passed(delivery)
                 self.passed += 1
-                table.passed(lane)
-            turns += 1
+                if turns < TURNS:
+                    lane = table.turn(lane)
+                    continue
+                table.passed(lane)  # nothing is taken that would not start at once
+                lane = None
             if turns >= TURNS:
                 turns = 0
                 if self._standby:  # it goes on where this one stops
@@ -657,16 +663,14 @@ class Engine:
         self._ensure_runner()
 
     def _settle(self, deliveries: list[Delivery]) -> None:
-        settle = self.table.settle
         now = self.wall()
-        done: list[Delivery] = []
         for delivery in deliveries:
             delivery.finished = now
-            settle(delivery, done)
+        done = self.table.settle(deliveries)
         if done:
             self.done += len(done)
             for delivery in done:
-                if delivery.outcome is not Outcome.OK:
+                if delivery.outcome is not _OK:
                     self._count(delivery)
             if self.versions is not None:
                 for delivery in done:

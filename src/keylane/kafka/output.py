@@ -44,6 +44,13 @@ LINGER = 0.5
 Report = Callable[[Any, Any], None]
 
 
+def _identified(delivery: Delivery, headers: Headers) -> Headers:
+    """With an event id: where the message has none, its position."""
+    if any(name == EVENT_ID for name, _ in headers):
+        return headers
+    return [*headers, (EVENT_ID, delivery.position.encode())]
+
+
 class _All:
     """The delivery report of several results of one message, which is told when all of them are durable."""
 
@@ -100,12 +107,9 @@ class KafkaOutput:
             delivery.value = value
             delivery.engine.acknowledge(delivery)
             return
-        headers = delivery.headers
-        for name, _ in headers:
-            if name == EVENT_ID:
-                break
-        else:
-            headers = [*headers, (EVENT_ID, delivery.position.encode())]
+        headers = delivery.carried
+        if not headers or headers[-1][0] != EVENT_ID:  # it almost always is: the hot path
+            headers = _identified(delivery, headers)
         if self._origin:
             headers = with_origin(delivery, headers)
         if len(value) > self._limit - 1024:
@@ -184,11 +188,12 @@ class KafkaOutput:
             self._produce(producer, record)
             return
         gathered = self._gathered
-        if not gathered:
-            self._first = time.monotonic()
         gathered.append(record)
+        count = len(gathered)
+        if count == 1:
+            self._first = time.monotonic()
         # Until poll() lets them go; it comes late where handlers have the loop to themselves.
-        if not len(gathered) % 16 and time.monotonic() - self._first > self._hold:
+        elif not count % 32 and time.monotonic() - self._first > self._hold:
             self._let_go(producer)
 
     def _let_go(self, producer: Producer) -> None:
@@ -216,7 +221,7 @@ class KafkaOutput:
             return
         rate = self._served / (now - self._looked)
         self._served, self._looked = 0, now
-        if rate < _SLOW and waiting > CROWDED:
+        if waiting > CROWDED:
             self._hold = _LONG
         elif rate > _FEW or waiting > CROWDED:
             self._hold = _SHORT

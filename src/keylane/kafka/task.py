@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -473,16 +474,12 @@ class Task:
             self._ledger.done(deliveries)
         if self._telemetry is not None:
             self._telemetry.done(deliveries)
-        offsets: dict[int, list[int]] = {}
+        offsets: dict[int, list[int]] = defaultdict(list)
         own = deliveries
         if self._desk is not None and not self._desk.idle:
             own = self._without_redriven(deliveries)
         for delivery in own:
-            group = offsets.get(delivery.partition)
-            if group is None:
-                offsets[delivery.partition] = [delivery.offset]
-            else:
-                group.append(delivery.offset)
+            offsets[delivery.partition].append(delivery.offset)
         for partition, group in offsets.items():
             self._books.watermarks[partition].done(group)
             if not self._exact:

@@ -184,9 +184,8 @@ class Harness:
     def _sent_twice(self) -> dict[Position, Position]:
         """What the log says about messages that repeat others. One that went to the letters may run from there."""
         found = Duplicates(self._app.idempotency if self._app.order != "none" else None)
-        for record in self.log.records(self._app.source):
-            message = Message(record)
-            found.arrived(message, message.headers)
+        records = list(self.log.records(self._app.source))
+        found.arrived(records, [Message(record) for record in records])
         parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
         return {place: (place[0], offset) for place, offset in found.waiting.items() if place not in parked}
 
