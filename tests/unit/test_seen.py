@@ -37,7 +37,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
-settings = st.builds(Idempotency, count=st.integers(1, 12), age=st.sampled_from([1, 5.0, 600.0, math.inf]))
+settings = st.builds(Idempotency, count=st.integers(1, 20), age=st.sampled_from([1, 5.0, 600.0, math.inf]))
 
 
 def naive(rule: Idempotency, before: list[Arrival], now: Arrival) -> int | None:
@@ -75,7 +75,7 @@ def test_the_window_says_what_the_whole_log_says(
     window = window_of(rule)
     expected = [naive(rule, messages[:place], each) for place, each in enumerate(messages)]
     assert feed(window, messages, together) == expected
-    assert len(window) < 2 * rule.count
+    assert len(window) < 2.5 * rule.count
 
 
 @given(settings, arrivals(), st.integers(0, 120))

@@ -64,16 +64,18 @@ class Relief(Generic[E]):
         most = max(floor, min(RETURN, room // 16))
         found = []
         for lane in lanes:
-            if lane.away or lane.head is None or lane.state is LaneState.RETURNING:
-                continue  # it has let go already, or has nothing
+            if lane.state is LaneState.READY or lane.away or lane.head is None:
+                # It waits for its turn: held up by others, not by what it does, it would be quick without them. Or it
+                # has let go already, or has nothing. In a drain that is true of all of them, and nothing is counted.
+                continue
+            if lane.state is LaneState.RETURNING:
+                continue
             tail, count = before.get(lane, (None, 0))
             length, left = _lengths(lane, tail)
             if length <= 2 * floor:
                 continue
             keep = max(floor, int(SOON * (count - left) / seconds))
-            # One that waits for its turn is held up by others, not by what it does: it would be quick without them.
-            slow = tail is not None and lane.state is not LaneState.READY
-            if slow and length > 2 * keep:
+            if tail is not None and length > 2 * keep:
                 found.append(Excess(lane, keep, max(floor, min(most, 4 * keep))))
             else:
                 self._marks[lane] = lane.tail, length

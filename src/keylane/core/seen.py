@@ -27,7 +27,7 @@ class Idempotency:
     ``count`` is how many messages of a source partition are looked back at (their offsets: holes count). ``age`` is how
     many seconds older the earlier one may be, by the messages' own timestamps; without them only the count decides.
     Only messages with a key and an event id are remembered: a keyless one is a lane of its own, and a position cannot
-    come twice. A task remembers fewer than twice ``count`` ids of a partition, some 300 bytes each.
+    come twice. A task remembers fewer than 2.5 times ``count`` ids of a partition, some 300 bytes each.
 
     Raises :class:`SettingsError` for values that make no sense.
     """
@@ -62,7 +62,7 @@ class SeenWindow:
     """The event ids of one partition. Is told of its messages in the order of the log, once each.
 
     Two generations of ids, and no work to drop one by one: the older generation goes as a whole when the younger has
-    ``count`` ids, which are then at least those of the last ``count`` offsets.
+    ``count`` ids or more, which are then at least those of the last ``count`` offsets.
 
     Almost every id belongs to one message, so an id alone is a name: the header as it came, which is there already.
     Where a second lane uses the same id while the first one's is remembered, key and id together are its name.
@@ -78,7 +78,7 @@ class SeenWindow:
         self._old: dict[Name, Place] = {}
 
     def __len__(self) -> int:
-        """How much it holds: fewer than twice ``count``."""
+        """How much it holds: fewer than two and a half times ``count``."""
         return len(self._young) + len(self._old)
 
     def arrived(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
@@ -87,8 +87,7 @@ class SeenWindow:
             return None
         repeats = self.repeated(key, event_id, offset, at)
         self._put(self._young, key, event_id, (offset, at, key))
-        if len(self._young) >= self._count:
-            self._old, self._young = self._young, {}
+        self._age_by_one()
         return repeats
 
     def all_new(self, headers: Collection[tuple[str, bytes]], places: Iterable[Place]) -> bool:
@@ -98,13 +97,14 @@ class SeenWindow:
         None of them may be longer than :data:`LONGEST`.
         """
         young = self._young
-        if len(young) + len(headers) >= self._count:  # the generations change among them
+        if len(headers) * 4 > self._count:  # they would take too much room before the generations change
             return False
         fresh: dict[Name, Place] = dict(zip(headers, places, strict=True))
         new = len(fresh) == len(headers)
         if not (new and young.keys().isdisjoint(fresh) and self._old.keys().isdisjoint(fresh)):
             return False
         young.update(fresh)
+        self._age_by_one()
         return True
 
     def repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
@@ -126,6 +126,10 @@ class SeenWindow:
             generation.clear()
             for event_id, place in left:  # anew: no key with an id may stay without another lane's id alone
                 self._put(generation, place[2], event_id, place)
+
+    def _age_by_one(self) -> None:
+        if len(self._young) >= self._count:
+            self._old, self._young = self._young, {}
 
     def _put(self, generation: dict[Name, Place], key: bytes, event_id: bytes, place: Place) -> None:
         name: Name = (self._header, event_id)
