@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,15 +31,15 @@ RECORD_OVERHEAD = 128
 
 
 CROWDED = 64
-"""Lanes that wait for their turn: so many, and handlers have the loop to themselves."""
+"""Lanes that wait for their turn, all the time: so many, and the loop is what there is too little of."""
 _FEW = 1_500.0
 """Results per second of a task. So few are sent one by one: there are none to wait for."""
-_SLOW = 5_000.0
-"""Fewer than this, and lanes that queue for the loop: handlers compute, and results can wait."""
-_SHORT, _LONG = 0.004, 0.05
+_SHORT, _MIDDLE, _LONG = 0.004, 0.01, 0.05
 """Seconds for which results are gathered."""
+_LONGER = 1e-6
+"""Seconds longer for every result per second: from 4,000 on, up to the middle."""
 _LOOK = 0.2
-LINGER = 0.5
+LINGER = 0
 """Milliseconds for which the client gathers by itself."""
 
 Report = Callable[[Any, Any], None]
@@ -77,9 +78,9 @@ class KafkaOutput:
     task begins again from what was committed last.
 
     A request holds results of one partition, and costs the broker much more than one more result in it. So results are
-    gathered for a few milliseconds, unless they are so few that most would go alone anyway; and where handlers compute
-    while lanes queue for the loop, for up to 50: those messages have waited longer than that, and the lanes go on
-    meanwhile.
+    gathered for a few milliseconds, unless they are so few that most would go alone anyway; and while lanes queue for
+    the loop, in a drain or where handlers compute, for up to 50: those messages have waited longer than that, and the
+    lanes go on meanwhile.
 
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
@@ -98,7 +99,10 @@ class KafkaOutput:
         """Seconds for which results are gathered; 0: they are not."""
         self._gathered: list[tuple[Any, ...]] = []  # as the client's produce takes them
         self._first = 0.0  # when the first of them came
+        self._timer: asyncio.TimerHandle | None = None  # lets them go
+        self._loop = asyncio.get_running_loop()
         self._served, self._looked = 0, time.monotonic()
+        self._least = 0  # lanes that waited for their turn, at every look since
         self._origin = stamps if app.origin_time is None else app.origin_time
 
     def result(self, delivery: Delivery, value: bytes) -> None:
@@ -192,11 +196,20 @@ class KafkaOutput:
         count = len(gathered)
         if count == 1:
             self._first = time.monotonic()
-        # Until poll() lets them go; it comes late where handlers have the loop to themselves.
+            self._timer = self._loop.call_later(self._hold, self._let_go, producer)
+        # That comes late where handlers have the loop to themselves.
         elif not count % 32 and time.monotonic() - self._first > self._hold:
             self._let_go(producer)
 
+    def close(self) -> None:
+        """Send nothing more: what was gathered and not sent is not done."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._gathered = []
+
     def _let_go(self, producer: Producer) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         gathered, self._gathered = self._gathered, []
         produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
         for record in gathered:
@@ -215,25 +228,22 @@ class KafkaOutput:
                 producer.poll(0.1)
 
     def look(self, waiting: int) -> None:
-        """Decide now and then whether results are gathered; ``waiting`` lanes wait for their turn."""
+        """Decide now and then for how long results are gathered; ``waiting`` lanes wait for their turn."""
+        self._least = min(self._least, waiting)
         now = time.monotonic()
         if now - self._looked < _LOOK or self._producer is None:
             return
-        rate = self._served / (now - self._looked)
-        self._served, self._looked = 0, now
-        if waiting > CROWDED:
-            self._hold = _LONG
-        elif rate > _FEW or waiting > CROWDED:
-            self._hold = _SHORT
-        else:
+        rate, crowded = self._served / (now - self._looked), self._least > CROWDED
+        self._served, self._looked, self._least = 0, now, waiting
+        if crowded or rate > _FEW:
+            self._hold = _LONG if crowded else min(max(_SHORT, rate * _LONGER), _MIDDLE)
+        elif self._hold:
             self._let_go(self._producer)  # before anything overtakes them
             self._hold = 0.0
 
     def poll(self) -> None:
         """Serve what has been acknowledged."""
         if self._producer is not None:
-            if self._gathered and time.monotonic() - self._first > self._hold:
-                self._let_go(self._producer)
             self._served += self._producer.poll(0)
         self._graveyard.poll()
 

@@ -59,10 +59,11 @@ class Scribe:
         self._sent: list[Put] = []  # in the open transaction; empty when it is exact: that is not sent again
         self._mended: Transactions
         self._lock: asyncio.Lock
+        self._stirred: asyncio.Event
 
     def attach(self) -> None:
         """Work for the running loop: a worker's scribe outlives the loops of its epochs."""
-        self._lock = asyncio.Lock()
+        self._lock, self._stirred = asyncio.Lock(), asyncio.Event()
         self._soon, self._thens, self._sent = [], [], []
 
     def put(
@@ -78,6 +79,7 @@ class Scribe:
     ) -> None:
         """Add a record to the open transaction, or to the next. Never raises: what goes wrong ends the task."""
         record = (topic, value, key, partition, report, None, timestamp, headers or [])
+        self._stirred.set()
         if self._committing:
             self._waiting.append(record)
         else:
@@ -110,6 +112,13 @@ class Scribe:
     def busy(self) -> bool:
         """Whether something waits to be committed."""
         return self._client.open or bool(self._waiting)
+
+    async def stirred(self, seconds: float) -> None:
+        """Return when something is put, or after so many seconds."""
+        self._stirred.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stirred.wait()
 
     async def commit(self, offsets: Callable[[], list[TopicPartition]] = list) -> None:
         """Commit what was put, and these offsets, which are asked for when nothing more is added.

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.task")
 
-_PUMP_BUSY = 0.005
-_PUMP_IDLE = 0.05
+_PUMP_BUSY, _PUMP_CALM, _PUMP_IDLE = 0.005, 0.02, 0.05
+"""Seconds between two looks at what was acknowledged: while a lane waits for it, while none does, with nothing held."""
 _CONTROL = 0.1
 _SOON = 0.005
 """Seconds until a record that a lane waits for is written."""
@@ -67,7 +67,7 @@ _SAMPLE = 16
 """One of so many messages is looked at for the partition's load."""
 _LAST = 5.0
 """Seconds that the leader of a partition's owners waits for the others at the end."""
-_OUTCOMES_EVERY = 0.25
+_OUTCOMES_EVERY = 1.0
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
 """Batches of outcomes that may wait for Spark's sink; then the task stops fetching."""
@@ -293,6 +293,7 @@ class Task:
             drained = loop.time()
         finally:
             await end_stages(engine, self.owner)
+            output.close()
             for job in background:
                 job.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -521,7 +522,10 @@ class Task:
             self._out.put(rows)
 
     async def _pump(self, engine: Engine, output: KafkaOutput) -> None:
-        """Serve acknowledgements; they move progress, nobody waits for them, so a few milliseconds do no harm."""
+        """Serve acknowledgements: they move progress, so a few milliseconds do no harm where no lane waits for them.
+
+        Every look wakes the loop up, which at a thousand messages a second is what costs most.
+        """
         handed_out = time.monotonic()
         while True:
             output.poll()
@@ -530,7 +534,10 @@ class Task:
             if time.monotonic() - handed_out > _OUTCOMES_EVERY:
                 handed_out = time.monotonic()
                 self._hand_out()
-            await asyncio.sleep(_PUMP_BUSY if engine.held else _PUMP_IDLE)
+            wait = _PUMP_CALM if engine.held else _PUMP_IDLE
+            if engine.draining or engine.table.stopped or engine.promised:
+                wait = _PUMP_BUSY
+            await asyncio.sleep(wait)
 
     async def _watch_skew(self, engine: Engine) -> None:
         while True:
@@ -617,7 +624,11 @@ class Task:
                 else:
                     log.warning("%s: %s; tried again in %g s", self.owner, error, interval)
                 due = time.monotonic() + interval
-            await asyncio.sleep(max(0.0, min(due - time.monotonic(), _SOON)))
+            wait = max(0.0, min(due - time.monotonic(), _CONTROL))
+            if scribe.busy or self._exact:
+                await asyncio.sleep(min(wait, _SOON))
+            else:
+                await scribe.stirred(wait)
 
 
 def _heard(done: asyncio.Future[None]) -> None:
