@@ -76,11 +76,16 @@ def _executor(scene: Scene, shot: Shot) -> None:
     scene.note(f"killed executor {java} of worker {line.pid} ({line.owner})")
 
 
+def _planners(scene: Scene) -> list[int]:
+    javas = [pid for pid in children(scene.driver.pid) if name_of(pid) == "java"]
+    return [
+        pid for java in javas for pid in children(java) if "python_streaming_source_runner" in command_of(pid)
+    ]
+
+
 def _planner(scene: Scene, _shot: Shot) -> None:
-    java = next(pid for pid in children(scene.driver.pid) if name_of(pid) == "java")
-    found = [pid for pid in children(java) if "python_streaming_source_runner" in command_of(pid)]
-    if not found:
-        raise RuntimeError("no planner was found")
+    # The other fault may have killed the driver, which comes back.
+    found = wait_for(lambda: _planners(scene) or None, 60, "there is a planner")
     _kill(found[-1])
     scene.note(f"killed planner {found[-1]}")
 
