@@ -178,7 +178,8 @@ class LaneTable(Generic[E]):
             elif found.slow and self._send_away(found, entry, now):
                 continue
             else:
-                found.tail.next = found.tail = entry
+                found.tail.next = entry
+                found.tail = entry
                 if found.head is None:
                     found.head = entry
                     found.state = _READY

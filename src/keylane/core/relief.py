@@ -64,12 +64,12 @@ class Relief(Generic[E]):
         most = max(floor, min(RETURN, room // 16))
         found = []
         for lane in lanes:
-            if lane.state is LaneState.READY or lane.away or lane.head is None:
-                # It waits for its turn: held up by others, not by what it does, it would be quick without them. Or it
-                # has let go already, or has nothing. In a drain that is true of all of them, and nothing is counted.
+            if lane.state is LaneState.READY:
+                # It waits for its turn: held up by others, not by what it does, it would be quick without them. In a
+                # drain that is true of all of them, and nothing is counted.
                 continue
-            if lane.state is LaneState.RETURNING:
-                continue
+            if lane.away or lane.head is None or lane.state is LaneState.RETURNING:
+                continue  # it has let go already, or has nothing
             tail, count = before.get(lane, (None, 0))
             length, left = _lengths(lane, tail)
             if length <= 2 * floor:

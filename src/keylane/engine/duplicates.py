@@ -59,17 +59,13 @@ class Duplicates:
         partitions = {message.partition for message in messages}
         if len(partitions) != 1:
             return False
-        try:
-            last_of_each = [record.headers()[-1] for record in records]  # type: ignore[index]
-            ids = [one for one in last_of_each if one[0] == EVENT_ID and 0 < len(one[1]) <= LONGEST // 2]  # type: ignore[arg-type]
+        try:  # without headers, a value or a key there is nothing to index or to measure
+            lasts = [record.headers()[-1] for record in records]  # type: ignore[index]
+            ids = [one for one in lasts if one[0] == EVENT_ID and 0 < len(one[1]) <= LONGEST // 2]  # type: ignore[arg-type]
             keys = [message.key for message in messages]
             if len(ids) < len(records) or max(map(len, keys)) > LONGEST // 2:  # type: ignore[arg-type]
                 return False
-        except (
-            TypeError,
-            IndexError,
-            UnicodeDecodeError,
-        ):  # no headers, no id, no key, or a name that is no text
+        except (TypeError, IndexError, UnicodeDecodeError):
             return False
         offsets = [message.offset for message in messages]
         times = [message.timestamp for message in messages]
