@@ -18,7 +18,7 @@ from campaign.handle import running
 from campaign.judge import Evidence, judge
 from campaign.plan import Kind
 from campaign.scene import Note, Scene, wait_for
-from campaign.watch import Disk, Load, Watch
+from campaign.watch import Ground, Load, Watch
 from campaign.workload import PARTITIONS, Spec, is_poison
 from keylane.kafka.transactions import LASTS
 from keylane.testing import History, read_history
@@ -136,11 +136,11 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         Watch(station.broker.bootstrap, name, spec.source),
         Load(station.broker.bootstrap, spec.source, plan),
     )
-    disk = Disk(outcome.folder, scene.note)
+    ground = Ground(outcome.folder, scene.note)
     scene.began = time.monotonic_ns()
     scene.note("the load begins")
     watch.start()
-    disk.start()
+    ground.start()
     load.start()
     try:
         _strike_all(scene)
@@ -157,7 +157,7 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         phase("stop")
     finally:
         watch.close()
-        disk.close()
+        ground.close()
     outcome.evidence = _collect(outcome, scene, watch, load, caught_up=caught_up)
     outcome.claims = _claims(scene)
     outcome.ruling = judge(outcome.evidence)

@@ -126,27 +126,31 @@ class Watch(threading.Thread):
         self.join(10)
 
 
-class Disk(threading.Thread):
-    """Writes to the disk as the broker does, five times a second, and tells of a write that took longer than a second.
+class Ground(threading.Thread):
+    """Sleeps, and writes to the disk as the broker does, five times a second, and tells what took a second longer.
 
-    For the story of a bad run: a broker whose disk stands still answers nobody. It excuses nothing.
+    For the story of a bad run: a broker whose disk or machine stands still answers nobody. It excuses nothing.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        super().__init__(name="disk", daemon=True)
+        super().__init__(name="ground", daemon=True)
         self._file = folder / "disk"
         self._tell = tell
         self._over = threading.Event()
 
     def run(self) -> None:
+        asleep = time.monotonic()
         while not self._over.wait(_SAMPLE * 2):
             began = time.monotonic()
+            if began - asleep > 1 + _SAMPLE * 2:
+                self._tell(f"the machine stood still for {began - asleep:.1f} s")
             with self._file.open("wb") as file:
                 file.write(b"x")
                 file.flush()
                 os.fsync(file.fileno())
-            if time.monotonic() - began > 1:
-                self._tell(f"the disk stood still for {time.monotonic() - began:.1f} s")
+            asleep = time.monotonic()
+            if asleep - began > 1:
+                self._tell(f"the disk stood still for {asleep - began:.1f} s")
 
     def close(self) -> None:
         self._over.set()
