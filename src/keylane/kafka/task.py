@@ -67,7 +67,8 @@ _SAMPLE = 16
 """One of so many messages is looked at for the partition's load."""
 _LAST = 5.0
 """Seconds that the leader of a partition's owners waits for the others at the end."""
-_OUTCOMES_EVERY = 1.0
+_OUTCOMES_EVERY, _FAILED_EVERY = 0.25, 1.0
+"""Seconds between two batches of them: of all messages, or only of those that failed at first."""
 _OUTCOMES_ROWS = 16_384
 _OUTCOMES_WAITING = 16
 """Batches of outcomes that may wait for Spark's sink; then the task stops fetching."""
@@ -527,11 +528,12 @@ class Task:
         Every look wakes the loop up, which at a thousand messages a second is what costs most.
         """
         handed_out = time.monotonic()
+        every = _OUTCOMES_EVERY if self._plan.outcomes == "all" else _FAILED_EVERY
         while True:
             output.poll()
             output.look(len(engine.table.ready))
             engine.settle()
-            if time.monotonic() - handed_out > _OUTCOMES_EVERY:
+            if time.monotonic() - handed_out > every:
                 handed_out = time.monotonic()
                 self._hand_out()
             wait = _PUMP_CALM if engine.held else _PUMP_IDLE
