@@ -93,7 +93,7 @@ class SeenWindow:
     def all_new(self, headers: Collection[tuple[str, bytes]], places: Iterable[Place]) -> bool:
         """Remember these messages, by their headers with the event id, if nobody has used any of the ids.
 
-        What is so almost always, in a third of the time that one by one would take. Otherwise nothing is remembered.
+        What is so almost always, in two thirds of the time that one by one took. Otherwise nothing is remembered.
         None of them may be longer than :data:`LONGEST`.
         """
         young = self._young

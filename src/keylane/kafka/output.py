@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
-    from keylane.engine.engine import Then
+    from keylane.engine.engine import Engine, Then
     from keylane.kafka.graveyard import Graveyard
     from keylane.kafka.seat import Seat
     from keylane.message import Headers
@@ -196,10 +196,16 @@ class KafkaOutput:
         count = len(gathered)
         if count == 1:
             self._first = time.monotonic()
-            self._timer = self._loop.call_later(self._hold, self._let_go, producer)
+            self._timer = self._loop.call_later(self._hold, self._due, producer, delivery.engine)
         # That comes late where handlers have the loop to themselves.
         elif not count % 32 and time.monotonic() - self._first > self._hold:
             self._let_go(producer)
+
+    def _due(self, producer: Producer, engine: Engine) -> None:
+        try:
+            self._let_go(producer)
+        except Exception as error:  # nobody hears of what a timer raises
+            engine.fail(error)
 
     def close(self) -> None:
         """Send nothing more: what was gathered and not sent is not done."""
