@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 import time
 from statistics import quantiles
@@ -321,6 +322,27 @@ def test_keys_that_take_turns_are_all_met_alike() -> None:
         skew.arrived(batch)
     summary: Summary[Any] = skew._summary
     assert max(share for _, share in summary.top(0.0)) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_few_samples_make_no_key_hot(seed: int) -> None:
+    """Of a drain's large batches few messages are looked at: keys with 0.6% each look like more by chance."""
+    random.seed(seed)
+    skew = Skew(lanes.LaneTable(), tell=lambda _hot: None)
+    batch = records(*(b"%d" % (number % 170) for number in range(3_400)))
+    for number in range(60):
+        skew.arrived(batch)
+        if number % 10 == 9:
+            skew.look(5.0 * number)
+            assert len(skew.names) <= 1
+
+
+def test_a_key_that_is_met_often_is_hot_soon() -> None:
+    skew = Skew(lanes.LaneTable(), tell=lambda _hot: None)
+    batch = records(*[HOT] * 100, *(b"%d" % number for number in range(900)))
+    for _ in range(10):
+        skew.arrived(batch)
+    assert [hot.key for hot in skew.hot()] == [HOT]
 
 
 def test_a_key_too_long_to_print_is_not_named() -> None:

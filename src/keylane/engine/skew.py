@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import sqrt
 from random import choices
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ SAY_EVERY = 60.0
 """Seconds until the same key is worth another one."""
 _SAMPLES = 32
 """Of the messages that arrive together about so many are counted, with the weight of those that are left out."""
+_SURE = 2.0
+"""Standard deviations by which a key's share must be above :data:`NAMED`: of a few samples any key may have two."""
 _LONGEST = 1024
 """Bytes of a key, at most: longer ones are not named, so that memory stays bounded."""
 _MOST = 10
@@ -44,6 +47,7 @@ class Skew:
         self._table = table
         self._tell = tell
         self._summary: Summary[HotName] = Summary()
+        self._samples = 0.0  # that are in it
         self.names: frozenset[HotName] = frozenset()
         """The keys that were hot at the last look."""
         self._said: dict[tuple[bytes, int], float] = {}
@@ -55,13 +59,15 @@ class Skew:
         """
         weight = len(records) / _SAMPLES
         some = records if weight <= 1 else choices(records, k=_SAMPLES)
+        self._samples += len(some)
         self._summary.add([(record.key(), record.partition()) for record in some], max(1, weight))
 
     def hot(self) -> list[HotKey]:
         """The keys that lately made up most of what was read, the largest first; a few at most."""
         found = []
         for (key, partition), share in self._summary.top(NAMED):
-            if key is not None and len(key) <= _LONGEST:
+            sure = share - _SURE * sqrt(share / self._samples)
+            if key is not None and len(key) <= _LONGEST and sure >= NAMED:
                 waiting = self._table.backlog(key)
                 found.append(HotKey(key=key, partition=partition, share=share, waiting=waiting))
         return found[:_MOST]
@@ -88,3 +94,4 @@ class Skew:
             self._tell(hot)
         self._said = {name: said for name, said in self._said.items() if now - said < SAY_EVERY}
         self._summary.fade()
+        self._samples /= 2
