@@ -13,6 +13,7 @@ import pytest
 
 from keylane import App, Message, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results
+from support import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -90,6 +91,35 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     opened, closed = (tmp_path / "opened").read_text(), (tmp_path / "closed").read_text()
     assert opened == closed
     assert len(opened) >= 2 * (epochs - 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_partition_stays_with_its_worker_whichever_one_spark_gives_its_task(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    """The one that has its clients, its window of event ids, and nothing to read again."""
+    log.create(f"{name}.in", f"{name}.out", partitions=8)
+    app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(tmp_path / "history"))
+
+    @app.stage
+    async def who(msg: Message) -> bytes:
+        return b"%d %d" % (msg.partition, os.getpid())
+
+    query = app.start(spark, bootstrap=broker.bootstrap, epoch=1.0)
+    sent = []
+    for number in range(64):
+        sent += log.send(f"{name}.in", [{"key": b"k%d" % key, "value": b"%d" % number} for key in range(64)])
+        time.sleep(0.25)
+    wait_until(lambda: not log.lag(name, f"{name}.in"), 60, "everything is done")
+    query.stop()
+    assert query.lastProgress["batchId"] >= 6  # type: ignore[index]
+    workers: dict[bytes, set[bytes]] = {}
+    for row in log.read(f"{name}.out"):
+        partition, pid = (row.value or b"").split()
+        workers.setdefault(partition, set()).add(pid)
+    assert [len(pids) for pids in workers.values()] == [1] * len(workers)
+    assert len(set.union(*workers.values())) == 2
+    assert judge(sent).repeats == 0
 
 
 @pytest.mark.slow

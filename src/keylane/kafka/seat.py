@@ -59,7 +59,8 @@ class Seat:
         self._producer: Producer | None = None
         self._sender: Sender | None = None
         self._state: State | None = None
-        self._partitions: list[int] = []
+        self.partitions: list[int] = []
+        """Whose state it knows."""
 
     @property
     def producer(self) -> Producer:
@@ -81,12 +82,12 @@ class Seat:
         wanted = sorted(partitions)
         if (
             self._state is not None
-            and (self.run, self._partitions) == (run, wanted)
+            and (self.run, self.partitions) == (run, wanted)
             and self._state.read_through(self.scribe.written, 1.0)
         ):
             self._state.begin_again()
             return self._state
-        self.run, self._partitions, self.epoch = run, wanted, -1
+        self.run, self.partitions, self.epoch = run, wanted, -1
         versions = None if self._app.versions is None else VersionStore()
         if self._state is None:
             self._state = State(
@@ -128,6 +129,12 @@ _seats: dict[_Place, Seat] = {}
 def _place(settings: KafkaSettings, app: App, partitions: int) -> _Place:
     """Apps of one name that read other topics, or more partitions, or write in another way, need other clients."""
     return settings, app.name, app.source, app.delivery, partitions
+
+
+def seated(settings: KafkaSettings, app: App, partitions: int) -> list[int]:
+    """The partitions that this worker had last, and knows; none when it has no seat."""
+    found = _seats.get(_place(settings, app, partitions))
+    return [] if found is None else found.partitions
 
 
 def take_seat(settings: KafkaSettings, app: App, partitions: int) -> Seat:

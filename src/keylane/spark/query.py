@@ -16,7 +16,7 @@ from keylane.kafka.state import order_stop
 from keylane.spark.listener import observed
 from keylane.spark.options import Options
 from keylane.spark.parcel import Parcel, pack
-from keylane.spark.session import refuse_speculation, use_this_python
+from keylane.spark.session import refuse_speculation, use_this_python, with_retries
 from keylane.spark.source import LaneSource, RunPlan
 from keylane.spark.watch import Watch, tasks_for
 
@@ -132,6 +132,7 @@ def _plan(
         sink_stamps=topics.sink_stamps,
         outcomes=options.outcomes,
         commit=app.commit,
+        local=with_retries(spark.sparkContext.master or "") is not None,
         log_format=options.log_format,
     )
     return options, plan

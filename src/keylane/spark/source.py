@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pyspark import TaskContext
+from pyspark import SparkFiles, TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
@@ -19,10 +20,12 @@ from keylane.core.plan import Plan, make_plan
 from keylane.core.ring import ALL
 from keylane.errors import SettingsError
 from keylane.kafka.cluster import Cluster, patient
+from keylane.kafka.seat import seated
 from keylane.kafka.settler import Settler
 from keylane.kafka.state import PLAN, State
 from keylane.kafka.task import Task, TaskPlan
 from keylane.spark.outcomes import DDL, to_arrow
+from keylane.spark.places import choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Producer
     from pyspark.sql.types import StructType
 
+    from keylane.app import App
     from keylane.core.plan import Load
     from keylane.kafka.settings import KafkaSettings
     from keylane.spark.parcel import Parcel
@@ -65,15 +69,21 @@ class RunPlan:
     sink_stamps: bool
     outcomes: str
     commit: str
+    local: bool = False
+    """Whether all tasks are on one machine, and share Spark's folder there."""
     log_format: str = "text"
 
 
 class TaskPartition(InputPartition):
-    """Spark's unit of work: one task's plan for one epoch."""
+    """Spark's unit of work: one task's plan for one epoch.
 
-    def __init__(self, plan: TaskPlan) -> None:
+    ``among``: the plans of all tasks, when this one may change its own for another.
+    """
+
+    def __init__(self, plan: TaskPlan, among: Sequence[TaskPlan] = ()) -> None:
         super().__init__(plan)
         self.plan = plan
+        self.among = among
 
 
 class LaneSource(DataSource):
@@ -233,30 +243,29 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # wait until the end of the epoch.
         if len(shared.tasks) > self._tasks:
             shared = make_plan(sorted(starts), self._tasks, before=shared, split=plan.split)
-        return [
-            TaskPartition(
-                TaskPlan(
-                    run=plan.run,
-                    since=plan.since,
-                    epoch=end["epoch"],
-                    task=task,
-                    settings=plan.settings,
-                    starts={one.partition: starts[one.partition] for one in ranges},
-                    cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
-                    until=None
-                    if until is None
-                    else {one.partition: until.get(one.partition, 0) for one in ranges},
-                    seconds=plan.epoch,
-                    planned=now,
-                    sink_limit=plan.sink_limit,
-                    sink_stamps=plan.sink_stamps,
-                    outcomes=plan.outcomes,
-                    partitions=end["of"],
-                    order=end["order"],
-                )
+        plans = [
+            TaskPlan(
+                run=plan.run,
+                since=plan.since,
+                epoch=end["epoch"],
+                task=task,
+                settings=plan.settings,
+                starts={one.partition: starts[one.partition] for one in ranges},
+                cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
+                until=None
+                if until is None
+                else {one.partition: until.get(one.partition, 0) for one in ranges},
+                seconds=plan.epoch,
+                planned=now,
+                sink_limit=plan.sink_limit,
+                sink_stamps=plan.sink_stamps,
+                outcomes=plan.outcomes,
+                partitions=end["of"],
+                order=end["order"],
             )
             for task, ranges in enumerate(shared.tasks)
         ]
+        return [TaskPartition(one, plans if plan.local and len(plans) > 1 else ()) for one in plans]
 
     @patient
     def commit(self, end: dict[str, Any]) -> None:
@@ -342,18 +351,31 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"not a task's plan: {partition!r}")
         logs.set_up(_level(), self._plan.log_format)
+        app = self._plan.parcel.open()
+        plan = _chosen(app, partition)
         context = TaskContext.get()
         if context is not None and context.attemptNumber():
             log.warning(
                 "task %d of epoch %d runs again after a failure (attempt %d): it goes on from the last commit",
-                partition.plan.task,
-                partition.plan.epoch,
+                plan.task,
+                plan.epoch,
                 context.attemptNumber() + 1,
             )
-        task = Task(self._plan.parcel.open(), partition.plan)
+        task = Task(app, plan)
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
-            yield to_arrow(deliveries, task.owner, partition.plan.epoch, results=results, hot=task.hot)
+            yield to_arrow(deliveries, task.owner, plan.epoch, results=results, hot=task.hot)
+
+
+def _chosen(app: App, partition: TaskPartition) -> TaskPlan:
+    """The plan of this task: the one with the partitions that its worker knows, if it may choose."""
+    own, among = partition.plan, partition.among
+    if not among:
+        return own
+    known = seated(own.settings, app, own.partitions)
+    wanted = [plan.task for plan in among if sorted(plan.starts) == known]
+    folder = Path(SparkFiles.getRootDirectory())
+    return among[choose(folder, own.run, own.planned, own.task, len(among), wanted)]
 
 
 def _level() -> int:
