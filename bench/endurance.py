@@ -3,7 +3,8 @@
 The chat pipeline (four stages, 100 ms together, 10% of the messages fail at first) at half of what it can do, which is
 measured first, for half an hour, in loads of 30 seconds with keys of their own: lanes come and go by the hundred
 thousand. Every ten seconds all processes of the app are looked at: memory of the Python workers and of Spark's JVM,
-threads, open files, and the lanes that the tasks hold. Every load's results are checked: all there, once, in order.
+threads, open files, and the lanes that the tasks hold. Spark's Java collects its garbage once a minute here, so that
+what grows is no garbage. Every load's results are checked: all there, once, in order.
 
 The verdict is drift: the median of the last third against that of the first third after a warm-up of a fifth of the
 time (at most 5 minutes). Exit code 0: memory, threads, files and lanes drift upwards by less than 5%, and every result
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -56,6 +58,10 @@ _CALIBRATE = 60_000
 _MOST = 10_000.0
 """Messages per second at most: the log of half an hour is to fit on a disk."""
 _KEPT = {"retention.ms": "180000", "segment.ms": "60000", "segment.bytes": str(64 << 20)}
+_COLLECTIONS = "collections.log"
+_COLLECT = "-XX:G1PeriodicGCInterval=60000 -XX:-G1PeriodicGCInvokesConcurrent -Xlog:gc:file={}"
+"""For Java: collect everything once a minute and write down what is left. By itself it uses up the memory that it set
+aside before it collects, a quarter of an hour at this load, and what grows meanwhile is garbage."""
 _COLUMNS = [
     Column(figure="first", title="after the warm-up", form=",.1f"),
     Column(figure="last", title="at the end", form=",.1f"),
@@ -64,6 +70,7 @@ _COLUMNS = [
 JUDGED = {
     "workers_mib": "memory of the Python workers, MiB",
     "jvm_mib": "memory of Spark's JVM, MiB",
+    "heap_mib": "its heap after a full collection, MiB",
     "threads": "threads",
     "files": "open files",
     "lanes": "lanes held",
@@ -78,6 +85,8 @@ class Sample:
     """Seconds since the beginning."""
     workers_mib: float
     jvm_mib: float
+    heap_mib: float
+    """0 before the first collection."""
     threads: int
     files: int
     lanes: int
@@ -130,12 +139,22 @@ class Watcher:
                     at=round(time.monotonic() - self._began, 1),
                     workers_mib=sum(one.memory for one in others) / 2**20,
                     jvm_mib=sum(one.memory for one in java) / 2**20,
+                    heap_mib=_heap(self._folder / _COLLECTIONS),
                     threads=sum(one.threads for one in every),
                     files=sum(one.files for one in every),
                     lanes=sum(_number(path) for path in self._folder.glob("lanes-*")),
                     processes=len(every),
                 )
             )
+
+
+def _heap(collections: Path) -> float:
+    """MiB that were left by the last full collection in a log of Java's."""
+    try:
+        found = re.findall(r"Pause Full .*->(\d+)M\(", collections.read_text())
+    except OSError:
+        return 0.0
+    return float(found[-1]) if found else 0.0
 
 
 def _number(path: Path) -> int:
@@ -160,7 +179,8 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
         job = replace(ground.job(one, "endurance"), stages=STAGES, fail=FAIL)
         _topics(ground, job)
-        command = replace(one, command=lambda given: [*one.command(given), f"lanes={folder}"])
+        java = "JAVA_TOOL_OPTIONS=" + _COLLECT.format(Path(folder) / _COLLECTIONS)
+        command = replace(one, command=lambda given: ["env", java, *one.command(given), f"lanes={folder}"])
         with ground.process(command, job) as process:
             load = Load(rate=offered, seconds=_LOAD, keys=KEYS, fail=FAIL)
             ground.warm_up(job, process, replace(load, seconds=10.0))
@@ -185,6 +205,8 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
         line.notes.append("GROWS" if grown else "steady")
         if grown:
             sheet.problems.append(f"{JUDGED[name]}: {first:,.1f} became {last:,.1f} ({change:+.1%})")
+    if not any(sample.heap_mib for sample in watcher.samples):
+        sheet.problems.append("Spark's Java never collected its garbage: what grew cannot be told from it")
     if len(latencies) >= 3:
         first, last, change = drift(latencies)
         line = sheet.line("p99 of a load, ms", "keylane")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench import report
 from bench.cli import main
-from bench.endurance import Sample, drift, judge
+from bench.endurance import Sample, _heap, drift, judge
 from bench.errors import BenchError
 from bench.progress import rate
 from bench.sheet import Column, Sheet
@@ -155,7 +155,7 @@ def test_what_grows_by_five_percent_after_the_warm_up_is_found() -> None:
     def samples(lanes: Callable[[float], float]) -> list[Sample]:
         return [
             Sample(
-                at=at, workers_mib=100, jvm_mib=500 if at > 200 else 100, threads=50, files=70,
+                at=at, workers_mib=100, jvm_mib=500 if at > 200 else 100, heap_mib=60, threads=50, files=70,
                 lanes=int(lanes(at)), processes=4,
             )
             for at in range(0, 1200, 10)
@@ -167,3 +167,14 @@ def test_what_grows_by_five_percent_after_the_warm_up_is_found() -> None:
     assert judge(samples(lambda at: 1000 + at / 4), 1200)["lanes"][2] >= 0.05
     with pytest.raises(BenchError, match="too few samples"):
         drift([1.0, 2.0])
+
+
+def test_the_heap_is_what_a_full_collection_left(tmp_path: Path) -> None:
+    log = tmp_path / "collections.log"
+    assert _heap(log) == 0
+    log.write_text(
+        "[1.2s][info][gc] GC(0) Pause Young (Normal) (G1 Evacuation Pause) 180M->45M(384M) 3.2ms\n"
+        "[61.2s][info][gc] GC(1) Pause Full (G1 Periodic Collection) 90M->41M(150M) 93.1ms\n"
+        "[62.2s][info][gc] GC(2) Pause Young (Normal) (G1 Evacuation Pause) 80M->55M(150M) 3.2ms\n"
+    )
+    assert _heap(log) == 41
