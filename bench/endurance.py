@@ -60,8 +60,8 @@ _MOST = 10_000.0
 _KEPT = {"retention.ms": "180000", "segment.ms": "60000", "segment.bytes": str(64 << 20)}
 _COLLECTIONS = "collections.log"
 _COLLECT = "-XX:G1PeriodicGCInterval=60000 -XX:-G1PeriodicGCInvokesConcurrent -Xlog:gc:file={}"
-"""For Java: collect everything once a minute and write down what is left. By itself it uses up the memory that it set
-aside before it collects, a quarter of an hour at this load, and what grows meanwhile is garbage."""
+"""For Java: collect everything once a minute and write down what is left. By itself it may use up the memory that it
+set aside at its start before it collects, and what grows meanwhile may be garbage."""
 _COLUMNS = [
     Column(figure="first", title="after the warm-up", form=",.1f"),
     Column(figure="last", title="at the end", form=",.1f"),
