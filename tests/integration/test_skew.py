@@ -38,8 +38,8 @@ def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
     log.create(source, partitions=1)
     sent = log.send(
         source,
-        [  # 85 cold keys: each has a tenth of what makes a key hot, so that a sample does not mistake it for one
-            {"key": b"hot" if number % 10 else b"cold-%d" % (number % 850), "value": b"%d" % number}
+        [
+            {"key": b"hot" if number % 10 else b"cold-%d" % (number % 170), "value": b"%d" % number}
             for number in range(2500)
         ],
     )
