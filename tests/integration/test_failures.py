@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from keylane import App, Breaker, CircuitState, Message, Poison, Retry, Transient
+from keylane import App, Breaker, CircuitState, FloodError, Message, Poison, Retry, Transient
 from keylane.core.record import Stop
+from keylane.kafka import graveyard
 from keylane.kafka.letter import Kind, Letter
 from keylane.kafka.letters import read_letters
 from keylane.kafka.operator import Operator
+from keylane.kafka.task import Task, TaskPlan
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
 from support import Log, ids, kill, python_workers, wait_until
 
@@ -522,3 +524,49 @@ def test_a_bug_that_fails_every_message_stops_the_query_after_a_bounded_number_o
     judge(
         sent, finished=[(letter.source_partition, letter.source_offset) for letter in dead], allow_repeats=1
     )
+
+
+def test_a_flood_ends_when_its_letters_are_safe(
+    log: Log,
+    name: str,
+    tmp_path: Path,
+    judge: Callable[..., Verdict],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who reads of the flood finds the letters: not some of them, or none, because the task was quicker to end."""
+    log.create(f"{name}.in", partitions=1)
+    sent = log.send(f"{name}.in", [{"key": b"k%d" % (n % 150), "value": b"%d" % n} for n in range(400)])
+    slowly = log.settings.producer(**{"linger.ms": 500})
+    monkeypatch.setattr(graveyard, "_producer", lambda _settings: slowly)
+    broken = True
+    app = App(name, source=f"{name}.in", observer=HistoryWriter(tmp_path / "history"))
+
+    @app.stage
+    async def work(_msg: Message) -> None:
+        if broken:
+            raise KeyError("amuont")
+
+    def run(epoch: int) -> None:
+        plan = TaskPlan(
+            run=f"run-{epoch}",
+            epoch=epoch,
+            task=0,
+            settings=log.settings,
+            starts={0: 0},
+            until=log.cluster.ends(app.source, [0]),
+            seconds=40,
+            sink_limit=log.cluster.prepare(app).sink_limit,
+        )
+        for _ in Task(app, plan).outcomes():
+            pass
+
+    with pytest.raises(FloodError, match="the last 50 messages"):
+        run(1)
+    assert [letter.source_offset for letter in letters(log, name)] == list(range(49))
+    assert log.lag(name, app.source) == 400 - 49
+
+    broken = False
+    run(2)
+    assert log.lag(name, app.source) == 0
+    assert len(letters(log, name)) == 49
+    judge(sent, finished=[(0, offset) for offset in range(49)])

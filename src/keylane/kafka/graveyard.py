@@ -83,6 +83,8 @@ class Graveyard:
         self._sour = ""  # why the topic took no letter when it was last asked
         self._sour_until = 0.0  # then it is asked again
         self._closed = False
+        self._unanswered = 0  # letters of which nothing is known yet
+        self._answered = asyncio.Event()  # there are none
         self._shipping: set[Future[None]] = set()
         self._spool = Spool(app.spool or default_folder(), app.name)
 
@@ -98,6 +100,15 @@ class Graveyard:
 
         The letter is as old as the failure: as old as its message, retention could delete it as soon as it is there.
         """
+        self._unanswered += 1
+        self._answered.clear()
+
+        def told(problem: str | None) -> None:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._answered.set()
+            then(problem)
+
         at = delivery.engine.wall()
         unreadable = None
         try:
@@ -127,19 +138,19 @@ class Graveyard:
             timestamp=int(at * 1000),
         )
         if self._scribe is not None:
-            self._exactly(self._scribe, entry, (delivery.partition, delivery.offset), kind, then)
+            self._exactly(self._scribe, entry, (delivery.partition, delivery.offset), kind, told)
             return
         if self._sour and self._loop.time() < self._sour_until and kind != "parked":
-            self._to_spool(entry, self._sour, then)
+            self._to_spool(entry, self._sour, told)
             return
 
         def answered(problem: str | None, alone: bool) -> None:
             self._sour = "" if alone else problem or ""
             self._sour_until = self._loop.time() + _SHIP_EVERY
             if problem is None or kind == "parked":
-                then(problem)
+                told(problem)
             else:
-                self._to_spool(entry, problem, then)
+                self._to_spool(entry, problem, told)
 
         self._send(entry, answered)
 
@@ -174,6 +185,12 @@ class Graveyard:
         """Serve what the topic has answered."""
         if self._made is not None:
             self._made.poll(0)
+
+    async def rest(self, timeout: float) -> None:  # noqa: ASYNC109 - it ends in no exception
+        """Wait until all letters are where they belong, while somebody polls; not longer than ``timeout`` seconds."""
+        if self._unanswered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._answered.wait(), timeout)
 
     async def ship(self) -> None:
         """For ever: send what waits in the spool, now and then. Letters of processes that died come along."""

@@ -66,7 +66,7 @@ _ABORTED_MAX = 5
 _SAMPLE = 16
 """One of so many messages is looked at for the partition's load."""
 _LAST = 5.0
-"""Seconds that the leader of a partition's owners waits for the others at the end."""
+"""Seconds that the leader of a partition's owners waits for the others at the end, and a flood for its letters."""
 _OUTCOMES_EVERY, _FAILED_EVERY = 0.25, 1.0
 """Seconds between two batches of them: of all messages, or only of those that failed at first."""
 _OUTCOMES_ROWS = 16_384
@@ -294,6 +294,8 @@ class Task:
             drained = loop.time()
         finally:
             await end_stages(engine, self.owner)
+            if engine.failure.done() and isinstance(engine.failure.exception(), FloodError):
+                await graveyard.rest(_LAST)  # who is told of a flood looks at its letters first
             output.close()
             for job in background:
                 job.cancel()
