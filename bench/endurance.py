@@ -3,12 +3,15 @@
 The chat pipeline (four stages, 100 ms together, 10% of the messages fail at first) at half of what it can do, which is
 measured first, for half an hour, in loads of 30 seconds with keys of their own: lanes come and go by the hundred
 thousand. Every ten seconds all processes of the app are looked at: memory of the Python workers and of Spark's JVM,
-threads, open files, and the lanes that the tasks hold. Spark's Java collects its garbage once a minute here, so that
-what grows is no garbage. Every load's results are checked: all there, once, in order.
+threads and open files. Spark's Java collects its garbage once a minute here, so that what grows is no garbage. Before
+all that a load of more than it can do fills the app: a machine that stands still for seconds would do that in the
+middle, and what a full app takes is no growth. Every load's results are checked: all there, once, in order; and when
+they are there, no lane may be left.
 
 The verdict is drift: the median of the last third against that of the first third after a warm-up of a fifth of the
-time (at most 5 minutes). Exit code 0: memory, threads, files and lanes drift upwards by less than 5%, and every result
-was sound. The table goes to ``bench/results/endurance.json`` and into the report, the samples to the logs' folder.
+time (at most 5 minutes). Exit code 0: memory, threads and files drift upwards by less than 5%, no lane was left, and
+every result was sound. The table goes to ``bench/results/endurance.json`` and into the report, the samples to the
+logs' folder.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ STAGES, FAIL, KEYS = (5, 20, 65, 10), 10, 2_000
 _LOAD = 30.0
 _EVERY = 10.0
 _WARM, _WARM_MOST = 0.2, 300.0
+_FILL, _FILLS = 3, 15.0
+"""Times the load, for so many seconds: more than tasks hold piles up."""
+_AT_REST = 10.0
+"""Seconds within which no lane is left when all results are there; tasks count them every two."""
 _CALIBRATE = 60_000
 _MOST = 10_000.0
 """Messages per second at most: the log of half an hour is to fit on a disk."""
@@ -73,7 +80,6 @@ JUDGED = {
     "heap_mib": "its heap after a full collection, MiB",
     "threads": "threads",
     "files": "open files",
-    "lanes": "lanes held",
 }
 
 
@@ -142,7 +148,7 @@ class Watcher:
                     heap_mib=_heap(self._folder / _COLLECTIONS),
                     threads=sum(one.threads for one in every),
                     files=sum(one.files for one in every),
-                    lanes=sum(_number(path) for path in self._folder.glob("lanes-*")),
+                    lanes=_lanes(self._folder),
                     processes=len(every),
                 )
             )
@@ -155,6 +161,19 @@ def _heap(collections: Path) -> float:
     except OSError:
         return 0.0
     return float(found[-1]) if found else 0.0
+
+
+def _lanes(folder: Path) -> int:
+    """Lanes that the tasks hold, as they counted them last."""
+    return sum(_number(path) for path in folder.glob("lanes-*"))
+
+
+def _left(folder: Path) -> int:
+    """Lanes that are held though there is nothing to do."""
+    deadline = time.monotonic() + _AT_REST
+    while (left := _lanes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
 
 
 def _number(path: Path) -> int:
@@ -183,7 +202,7 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
         command = replace(one, command=lambda given: ["env", java, *one.command(given), f"lanes={folder}"])
         with ground.process(command, job) as process:
             load = Load(rate=offered, seconds=_LOAD, keys=KEYS, fail=FAIL)
-            ground.warm_up(job, process, replace(load, seconds=10.0))
+            ground.warm_up(job, process, replace(load, rate=_FILL * offered, seconds=_FILLS))
             watcher = Watcher(process, Path(folder))
             for number in range(loads):
                 result = ground.tool.load(
@@ -191,6 +210,8 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
                 )
                 latencies.append(result.all.p99)
                 sheet.problems += [f"load {number + 1}: {problem}" for problem in result.order.problems]
+                if left := _left(Path(folder)):
+                    sheet.problems.append(f"load {number + 1}: {left} lanes left when all results were there")
                 ground.say(
                     f"load {number + 1}/{loads}: p99 {result.all.p99:,.0f} ms, {_latest(watcher.samples)}"
                 )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench import report
 from bench.cli import main
-from bench.endurance import Sample, _heap, drift, judge
+from bench.endurance import Sample, _heap, _left, drift, judge
 from bench.errors import BenchError
 from bench.progress import rate
 from bench.sheet import Column, Sheet
@@ -152,21 +152,31 @@ def test_the_command_finds_the_checkout_around_it_or_says_what_it_needs(
 
 
 def test_what_grows_by_five_percent_after_the_warm_up_is_found() -> None:
-    def samples(lanes: Callable[[float], float]) -> list[Sample]:
+    def samples(workers: Callable[[float], float]) -> list[Sample]:
         return [
             Sample(
-                at=at, workers_mib=100, jvm_mib=500 if at > 200 else 100, heap_mib=60, threads=50, files=70,
-                lanes=int(lanes(at)), processes=4,
+                at=at, workers_mib=workers(at), jvm_mib=500 if at > 200 else 100, heap_mib=60, threads=50, files=70,
+                lanes=int(at % 60), processes=4,
             )
             for at in range(0, 1200, 10)
         ]  # fmt: skip
 
     steady = judge(samples(lambda at: 1000 + (at % 20)), 1200)
     assert steady["jvm_mib"][2] == 0  # it grew while it warmed up
-    assert abs(steady["lanes"][2]) < 0.05
-    assert judge(samples(lambda at: 1000 + at / 4), 1200)["lanes"][2] >= 0.05
+    assert abs(steady["workers_mib"][2]) < 0.05
+    assert judge(samples(lambda at: 1000 + at / 4), 1200)["workers_mib"][2] >= 0.05
     with pytest.raises(BenchError, match="too few samples"):
         drift([1.0, 2.0])
+
+
+def test_a_lane_that_is_left_when_nothing_is_to_do_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.endurance._AT_REST", 0.5)
+    (tmp_path / "lanes-1").write_text("0")
+    assert _left(tmp_path) == 0
+    (tmp_path / "lanes-2").write_text("3")
+    assert _left(tmp_path) == 3
 
 
 def test_the_heap_is_what_a_full_collection_left(tmp_path: Path) -> None:
