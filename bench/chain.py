@@ -54,7 +54,7 @@ def run_apps(bootstrap: str, name: str, linger: str) -> None:
 
     asked: list[int] = []
     parent = os.getppid()
-    spark = session(f"local[{HOPS}]", "keylane bench")
+    spark = session(f"local[{HOPS}]", "keylane bench", lanes_only=True)
     queries = []
     try:
         signal.signal(signal.SIGTERM, lambda got, _frame: asked.append(got))

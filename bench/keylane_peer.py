@@ -121,7 +121,7 @@ def main() -> None:
     parent = os.getppid()
     report()
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
-        spark = session(opt.get("master", "local[2]"), "keylane bench")
+        spark = session(opt.get("master", "local[2]"), "keylane bench", lanes_only=True)
         try:
             for number in (signal.SIGTERM, signal.SIGINT):  # after Spark has put its own handlers in place
                 signal.signal(number, lambda got, _frame: asked.append(got))

@@ -148,7 +148,7 @@ def main() -> int:
         admin = AdminClient({"bootstrap.servers": bootstrap})
         for created in admin.create_topics([NewTopic(name, PARTITIONS) for name in TOPICS]).values():
             created.result(10)
-        spark = session(f"local[{len(APPS)}]", "chain")
+        spark = session(f"local[{len(APPS)}]", "chain", lanes_only=True)
         stack.callback(spark.stop)
         for app in APPS:  # a slot for each: a query whose task gets none would wait for the others to end
             query = app.start(spark, bootstrap=bootstrap, tasks=1)

@@ -49,7 +49,7 @@ def main(bootstrap: str, name: str, folder: str) -> None:
         if figures.processed:
             heard.set()
 
-    spark = session("local[2]", "listening")
+    spark = session("local[2]", "listening", lanes_only=True)
     try:
         listener = EpochListener(name, f"{name}.in", bootstrap=bootstrap, tell=tell)
         spark.streams.addListener(listener)

@@ -96,7 +96,7 @@ def main() -> None:
     def say(**what: Any) -> None:
         out.write(json.dumps({"at": time.monotonic_ns(), **what}) + "\n")
 
-    spark = session(sys.argv[1], "keylane campaign", **CONF)
+    spark = session(sys.argv[1], "keylane campaign", lanes_only=True, **CONF)
     supervisor = Supervisor(spark, say)
     say(answer="ready")
     for line in sys.stdin:

@@ -64,7 +64,7 @@ def log(broker: Broker) -> Log:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    running = session("local[2]", "keylane tests")
+    running = session("local[2]", "keylane tests", lanes_only=True)
     try:
         yield running
     finally:

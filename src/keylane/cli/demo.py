@@ -146,7 +146,7 @@ class _Demo:
             cluster = Cluster(KafkaSettings(broker.bootstrap))
             for topic in (SOURCE, SINK):
                 cluster.ensure(topic, PARTITIONS, {})
-            spark = session(self._master, "keylane demo")
+            spark = session(self._master, "keylane demo", lanes_only=True)
             stack.callback(spark.stop)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keylane-demo-")))
             query = app.start(

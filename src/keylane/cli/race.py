@@ -95,7 +95,7 @@ class _Race:
             for topic in (SOURCE, *map(sink, ORDERS)):
                 cluster.ensure(topic, 1, {})
             self._console.print("starting Spark, and three apps on it …")
-            spark = session(f"local[{len(ORDERS)}]", "keylane race")
+            spark = session(f"local[{len(ORDERS)}]", "keylane race", lanes_only=True)
             stack.callback(
                 jvm.end
             )  # and the workers with it, before the broker: their clients would complain

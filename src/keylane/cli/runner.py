@@ -193,7 +193,7 @@ class Runner:
     def _session(self) -> SparkSession:
         self._say(f"starting Spark on {self._master} …")
         with jvm.noted():
-            spark = session(self._master, f"keylane {self._app.name}")
+            spark = session(self._master, f"keylane {self._app.name}", lanes_only=True)
         jvm.silence(spark)
         for file in self._files:
             spark.sparkContext.addPyFile(str(file))

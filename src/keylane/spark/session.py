@@ -30,8 +30,17 @@ _PLAIN_FILES = {
 }
 
 
-def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> SparkSession:
+_QUICK = "-XX:TieredStopAtLevel=1"
+"""For Java: no second compiler. It takes a core for minutes to make calculations faster, and there are none to make."""
+
+
+def session(
+    master: str = "local[*]", name: str = "keylane", *, lanes_only: bool = False, **conf: str
+) -> SparkSession:
     """A session on ``master``; further settings as keyword arguments with ``_`` for ``.``.
+
+    ``lanes_only``: it runs apps and calculates nothing by itself. Epochs then follow each other sooner; queries over
+    much data would take longer.
 
     ``local[N]`` becomes ``local[N,4]``: without the second number Spark gives up on a query when one task fails once.
     The workers use this Python. Raises :class:`SettingsError` when Spark cannot be started.
@@ -54,7 +63,7 @@ def session(master: str = "local[*]", name: str = "keylane", **conf: str) -> Spa
     quiet = Path(__file__).with_name("log4j2.properties")
     settings = {
         "spark.driver.extraJavaOptions": (
-            f"-Dlog4j2.configurationFile=file:{quote(str(quiet))} {java_options(java)}"
+            f"-Dlog4j2.configurationFile=file:{quote(str(quiet))} {java_options(java)} {_QUICK if lanes_only else ''}"
         ),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
