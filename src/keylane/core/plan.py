@@ -129,12 +129,9 @@ def _whole(partitions: Sequence[int], loads: Mapping[int, Load]) -> dict[int, Lo
 
 
 def _weight(load: Load, slots: Slots) -> float:
-    total = 0.0
-    for bucket in range(slots.first // BUCKET, slots.last // BUCKET + 1):
-        common = slots.common(Slots(bucket * BUCKET, (bucket + 1) * BUCKET - 1))
-        if common is not None:
-            total += load[bucket] * len(common) / BUCKET
-    return total
+    first, last = slots.first // BUCKET, slots.last // BUCKET
+    before, behind = slots.first - first * BUCKET, (last + 1) * BUCKET - 1 - slots.last
+    return sum(load[first : last + 1]) - (load[first] * before + load[last] * behind) / BUCKET
 
 
 def _cut(load: Load, pieces: int, known: Sequence[Slots]) -> Sequence[Slots]:
