@@ -105,6 +105,56 @@ def test_what_a_hot_lane_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(held) <= 500, "half of the room: the fetcher would have gone on"
 
 
+def count_relief(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lanes that let go of what they hold, as often as they do."""
+    relieved: list[bytes] = []
+    real = lanes.LaneTable.relieve
+
+    def relieve(table: Any, lane: Any, keep: int, portion: int) -> None:
+        relieved.append(lane.key)
+        real(table, lane, keep, portion)
+
+    monkeypatch.setattr(lanes.LaneTable, "relieve", relieve)
+    return relieved
+
+
+@pytest.mark.parametrize("keys", [5, 20, 60])
+def test_lanes_that_are_all_behind_let_go_of_nothing(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """A backlog of keys that are all alike: whatever is read further ahead is for lanes that are busy as well."""
+    relieved = count_relief(monkeypatch)
+    rng = random.Random(keys)
+    harness = Harness(slow(0.02), partitions=1)
+    for number in range(6000):
+        harness.send(key=b"%d" % rng.randrange(keys), value=b"%d" % number)
+    harness.run().verdict.raise_if_bad()
+    assert len(relieved) <= keys // 10, "but for the last ones, when the others are through"
+
+
+def test_slow_lanes_let_go_while_others_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten slow keys get half of the messages: 150 each, 15 seconds of work. The others are through long before."""
+    relieved = count_relief(monkeypatch)
+    app = App("app", source="in", sink="out", capacity=1000)
+
+    @app.stage
+    async def stage(msg: Message) -> bytes:
+        await asyncio.sleep(0.1 if msg.key is not None and msg.key.startswith(b"slow") else 0.001)
+        return bytes(msg.value)
+
+    harness = Harness(app, partitions=1)
+    for number in range(3000):
+        key = b"quick-%d" % (number // 2 % 90) if number % 2 else b"slow-%d" % (number // 2 % 10)
+        harness.send(key=key, value=b"%d" % number)
+    result = harness.run()
+    result.verdict.raise_if_bad()
+    assert len(set(relieved)) == 10
+    quick = [
+        e.at for e in result.history.events if e.kind is Kind.START and (e.key or b"").startswith(b"quick")
+    ]
+    first = min(e.at for e in result.history.events)
+    assert len(quick) == 1500
+    assert max(quick) - first < 5
+
+
 def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
     """Reading again what will run in a moment would only cost."""
     relief: Relief[Any] = Relief()

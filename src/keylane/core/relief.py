@@ -3,6 +3,9 @@
 A lane runs one message at a time, so a key that gets more than that fills whatever room there is with messages that
 will not run for minutes, and the messages of all other keys wait outside. Such a lane is told apart from one that is
 merely busy by its speed: between two looks it is seen how many of its entries have passed.
+
+Room is of use only to lanes that are idle. In a backlog whose keys are all behind, what is read further ahead is for
+lanes that have enough to do, and what they let go of for it would have to be read again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ SOON = 1.0
 EVERY = 0.25
 SELDOM = 2.0
 """Seconds between two looks: at first, and when a few in a row have found nothing."""
+
+_ENOUGH, _FEW = 50, 0.001
+"""Of so many entries or more that arrived since a look, more than this part must have found their lane idle: else room
+is of no use, until the next look at as many."""
 
 E = TypeVar("E", bound=Entry)
 
@@ -45,6 +52,13 @@ class Relief(Generic[E]):
         self.wait = EVERY
         self._marks: dict[Lane[E], tuple[E, int]] = {}  # the newest entry of a long lane then, and how many
         self._at = 0.0
+        self._arrived = self._found_idle = 0
+        self._of_use = True
+
+    def arrived(self, count: int, idle: int) -> None:
+        """So many entries have come, and so many of them have found their lane idle."""
+        self._arrived += count
+        self._found_idle += idle
 
     @property
     def watching(self) -> bool:
@@ -58,6 +72,12 @@ class Relief(Generic[E]):
 
     def look(self, lanes: Iterable[Lane[E]], now: float, room: int) -> list[Excess[E]]:
         """The lanes that hold more than they will soon work off. ``room`` is how many entries there is room for."""
+        if self._arrived >= _ENOUGH:
+            self._of_use = self._found_idle > _FEW * self._arrived
+            self._arrived = self._found_idle = 0
+        if not self._of_use:
+            self.forget()
+            return []
         before, self._marks = self._marks, {}
         seconds, self._at = max(now - self._at, 1e-3), now
         floor = max(1, min(KEEP, room // 64))

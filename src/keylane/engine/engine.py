@@ -249,8 +249,10 @@ class Engine:
             keys = [delivery.key for delivery in deliveries]
         else:
             keys = [lane_key(delivery.partition) for delivery in deliveries]
+        ready = len(self.table.ready)
         self.table.arrive_all(keys, deliveries, now)
         self._accepted += len(records)
+        self._relief.arrived(len(records), len(self.table.ready) - ready)
         if now >= self._look_after and self._looking is None and self._crowded:
             self._look()
         self._ensure_runner()
@@ -484,6 +486,11 @@ class Engine:
     def _crowded(self) -> bool:
         """Whether half of the messages are held at which reading stops, the fetcher's being half of the room."""
         return 4 * (self.held - self.table.away) > self._room()
+
+    @property
+    def behind(self) -> bool:
+        """Whether so many are held, although no single lane takes the room, that all that comes has to wait."""
+        return 3 * (self.held - self.table.away) > self._room()
 
     def _look(self) -> None:
         """While there is little room, see to it that it is not one lane's backlog that takes it."""
