@@ -79,8 +79,8 @@ class KafkaOutput:
 
     A request holds results of one partition, and costs the broker much more than one more result in it. So results are
     gathered for a few milliseconds, unless they are so few that most would go alone anyway; and while lanes queue for
-    the loop, in a drain or where handlers compute, for up to 50: those messages have waited longer than that, and the
-    lanes go on meanwhile.
+    the loop, in a drain or where handlers compute, and while the task is far behind, for up to 50: those messages have
+    waited longer than that, and the lanes go on meanwhile.
 
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
@@ -234,7 +234,7 @@ class KafkaOutput:
                 producer.poll(0.1)
 
     def look(self, waiting: int) -> None:
-        """Decide now and then for how long results are gathered; ``waiting`` lanes wait for their turn."""
+        """Decide now and then for how long results are gathered; ``waiting`` lanes or messages wait for their turn."""
         self._least = min(self._least, waiting)
         now = time.monotonic()
         if now - self._looked < _LOOK or self._producer is None:
