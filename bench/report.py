@@ -52,7 +52,7 @@ def markdown(sheets: Sequence[Sheet]) -> str:
 
 
 def update_docs(folder: Path, path: Path = DOCS) -> None:
-    """Put the report of the folder's sheets between the markers, and the picture beside the docs."""
+    """Put the report of the folder's sheets between the markers; its picture and its figures go beside the docs."""
     sheets = write(folder)
     text = path.read_text(encoding="utf-8")
     found = re.search("<!-- begin results -->(.*?)<!-- end results -->", text, re.DOTALL)
@@ -60,7 +60,8 @@ def update_docs(folder: Path, path: Path = DOCS) -> None:
         raise BenchError(f"{path} has no '<!-- begin results -->' … '<!-- end results -->' to fill")
     filled = text[: found.start(1)] + f"\n{markdown(sheets)}\n" + text[found.end(1) :]
     path.write_text(filled, encoding="utf-8")
-    (path.parent / PICTURE).write_text(draw(sheets), encoding="utf-8")
+    for name, beside in ((PICTURE, PICTURE), ("report.json", "benchmarks.json")):
+        (path.parent / beside).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def _drawable(sheets: Sequence[Sheet]) -> bool:
