@@ -70,9 +70,11 @@ def _census(folder: str) -> Callable[[], AsyncIterator[None]]:
     """A resource that writes the number of the task's lanes to a file of its process, again and again."""
 
     async def census() -> AsyncIterator[None]:
-        counting = asyncio.get_running_loop().create_task(_count(Path(folder) / f"lanes-{os.getpid()}"))
+        own = Path(folder) / f"lanes-{os.getpid()}"
+        counting = asyncio.get_running_loop().create_task(_count(own))
         yield
         counting.cancel()
+        own.unlink(missing_ok=True)  # the next task may be another process
 
     return census
 

@@ -489,7 +489,7 @@ class Engine:
 
     @property
     def behind(self) -> bool:
-        """Whether so many are held, although no single lane takes the room, that all that comes has to wait."""
+        """Whether a third of the room is taken: more than at which long lanes let go, less than at which reading stops."""
         return 3 * (self.held - self.table.away) > self._room()
 
     def _look(self) -> None:
