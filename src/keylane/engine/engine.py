@@ -489,7 +489,7 @@ class Engine:
 
     @property
     def behind(self) -> bool:
-        """Whether a third of the room is taken: more than at which long lanes let go, less than at which reading stops."""
+        """Whether a third of the room is taken: at a quarter long lanes let go, at half reading stops."""
         return 3 * (self.held - self.table.away) > self._room()
 
     def _look(self) -> None:
