@@ -112,10 +112,11 @@ def drift(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def judge(samples: Sequence[Sample], seconds: float) -> dict[str, tuple[float, float, float]]:
-    """Each figure's drift after the warm-up."""
+    """The drift after the warm-up of each figure that is known; 0 is one that was not known yet."""
     warm = min(_WARM * seconds, _WARM_MOST)
     counted = [sample for sample in samples if sample.at >= warm]
-    return {name: drift([float(getattr(sample, name)) for sample in counted]) for name in JUDGED}
+    known = {name: [float(value) for one in counted if (value := getattr(one, name))] for name in JUDGED}
+    return {name: drift(values) for name, values in known.items() if values}
 
 
 class Watcher:

@@ -155,14 +155,15 @@ def test_what_grows_by_five_percent_after_the_warm_up_is_found() -> None:
     def samples(workers: Callable[[float], float]) -> list[Sample]:
         return [
             Sample(
-                at=at, workers_mib=workers(at), jvm_mib=500 if at > 200 else 100, heap_mib=60, threads=50, files=70,
-                lanes=int(at % 60), processes=4,
+                at=at, workers_mib=workers(at), jvm_mib=500 if at > 200 else 100,
+                heap_mib=60 if at > 600 else 0, threads=50, files=70, lanes=int(at % 60), processes=4,
             )
             for at in range(0, 1200, 10)
         ]  # fmt: skip
 
     steady = judge(samples(lambda at: 1000 + (at % 20)), 1200)
     assert steady["jvm_mib"][2] == 0  # it grew while it warmed up
+    assert steady["heap_mib"] == (60, 60, 0)  # the first collection came late
     assert abs(steady["workers_mib"][2]) < 0.05
     assert judge(samples(lambda at: 1000 + at / 4), 1200)["workers_mib"][2] >= 0.05
     with pytest.raises(BenchError, match="too few samples"):
