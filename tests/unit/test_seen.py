@@ -52,7 +52,7 @@ def naive(rule: Idempotency, before: list[Arrival], now: Arrival) -> int | None:
 
 
 def window_of(rule: Idempotency) -> SeenWindow:
-    return SeenWindow(rule, "event-id")
+    return SeenWindow(rule)
 
 
 def feed(window: SeenWindow, messages: list[Arrival], together: int = 1) -> list[int | None]:
@@ -60,8 +60,9 @@ def feed(window: SeenWindow, messages: list[Arrival], together: int = 1) -> list
     found: list[int | None] = []
     for place in range(0, len(messages), together):
         some = messages[place : place + together]
-        places = [(each.offset, each.at, each.key) for each in some]
-        if together > 1 and window.all_new([("event-id", each.event_id) for each in some], places):
+        ids, offsets = [each.event_id for each in some], [each.offset for each in some]
+        times, keys = [each.at for each in some], [each.key for each in some]
+        if together > 1 and window.all_new((ids, offsets, times, keys)):
             found += [None] * len(some)
         else:
             found += [window.arrived(each.key, each.event_id, each.offset, each.at) for each in some]
@@ -132,7 +133,7 @@ def test_an_id_that_several_lanes_use_stays_known_when_one_of_them_is_forgotten(
     window = window_of(Idempotency())
     feed(window, [Arrival(0, A, b"1", None), Arrival(1, B, b"1", None)])
     window.forget({0})
-    assert not window.all_new([("event-id", b"1")], [(2, None, B)])
+    assert not window.all_new(([b"1"], [2], [None], [B]))
     assert window.arrived(B, b"1", 2, None) == 1
     assert window.arrived(A, b"1", 3, None) is None
 

@@ -8,13 +8,14 @@ before the watermark on, gives the answers that the lost one would have given: t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 LONGEST = 1024
 """Bytes of key and event id together, at most. What is longer is not remembered: memory stays bounded."""
@@ -52,10 +53,52 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-Name = tuple[str | bytes, bytes]
-"""Of an event in its partition: the header with its id, or where an id is in use in several lanes, key and id."""
-Place = tuple[int, int | None, bytes]
-"""Offset, milliseconds if it has any, and the key."""
+Place = tuple[int, int | None]
+"""Offset, and milliseconds if it has any."""
+Chunk = tuple[Sequence[bytes], Sequence[int], Sequence[int | None], Sequence[bytes]]
+"""Event ids, offsets, milliseconds and keys of messages that came together, and whose ids nobody had used."""
+
+
+class _Generation:
+    """Messages, by key and event id. Those whose ids nobody else has used stay as they came until somebody does."""
+
+    __slots__ = ("chunks", "ids", "places", "size")
+
+    def __init__(self) -> None:
+        self.ids: set[bytes] = set()
+        self.chunks: list[Chunk] = []
+        self.places: dict[tuple[bytes, bytes], Place] = {}
+        self.size = 0
+
+    def find(self, key: bytes, event_id: bytes) -> Place | None:
+        """The last message with both."""
+        if event_id not in self.ids:
+            return None
+        self._unfold()
+        return self.places.get((key, event_id))
+
+    def put(self, key: bytes, event_id: bytes, place: Place) -> None:
+        """Remember a message."""
+        if event_id in self.ids:
+            self._unfold()
+        before = len(self.places)
+        self.places[key, event_id] = place
+        self.size += len(self.places) - before
+        self.ids.add(event_id)
+
+    def forget(self, offsets: Collection[int]) -> None:
+        """Without the messages at these offsets."""
+        self._unfold()
+        self.places = {name: place for name, place in self.places.items() if place[0] not in offsets}
+        self.ids = {event_id for _, event_id in self.places}
+        self.size = len(self.places)
+
+    def _unfold(self) -> None:
+        for ids, offsets, times, keys in self.chunks:
+            self.places.update(
+                zip(zip(keys, ids, strict=True), zip(offsets, times, strict=True), strict=True)
+            )
+        self.chunks = []
 
 
 class SeenWindow:
@@ -63,75 +106,61 @@ class SeenWindow:
 
     Two generations of ids, and no work to drop one by one: the older generation goes as a whole when the younger has
     ``count`` ids or more, which are then at least those of the last ``count`` offsets.
-
-    Almost every id belongs to one message, so an id alone is a name: the header as it came, which is there already.
-    Where a second lane uses the same id while the first one's is remembered, key and id together are its name.
     """
 
-    __slots__ = ("_age", "_count", "_header", "_old", "_young")
+    __slots__ = ("_age", "_count", "_old", "_young")
 
-    def __init__(self, rule: Idempotency, header: str) -> None:
+    def __init__(self, rule: Idempotency) -> None:
         self._count = rule.count
         self._age = rule.age * 1000
-        self._header = header
-        self._young: dict[Name, Place] = {}
-        self._old: dict[Name, Place] = {}
+        self._young, self._old = _Generation(), _Generation()
 
     def __len__(self) -> int:
         """How much it holds: fewer than two and a half times ``count``."""
-        return len(self._young) + len(self._old)
+        return self._young.size + self._old.size
 
     def arrived(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
         """What :meth:`repeated` says of this message, which is remembered from now on."""
         if len(key) + len(event_id) > LONGEST:
             return None
         repeats = self.repeated(key, event_id, offset, at)
-        self._put(self._young, key, event_id, (offset, at, key))
+        self._young.put(key, event_id, (offset, at))
         self._age_by_one()
         return repeats
 
-    def all_new(self, headers: Collection[tuple[str, bytes]], places: Iterable[Place]) -> bool:
-        """Remember these messages, by their headers with the event id, if nobody has used any of the ids.
+    def all_new(self, chunk: Chunk) -> bool:
+        """Remember these messages if nobody has used any of the ids, nor two of them the same.
 
-        What is so almost always, in two thirds of the time that one by one took. Otherwise nothing is remembered.
+        What is so almost always, in a third of the time that one by one takes. Otherwise nothing is remembered.
         None of them may be longer than :data:`LONGEST`.
         """
-        young = self._young
-        if len(headers) * 4 > self._count:  # they would take too much room before the generations change
+        ids, young = chunk[0], self._young
+        if len(ids) * 4 > self._count:  # they would take too much room before the generations change
             return False
-        fresh: dict[Name, Place] = dict(zip(headers, places, strict=True))
-        new = len(fresh) == len(headers)
-        if not (new and young.keys().isdisjoint(fresh) and self._old.keys().isdisjoint(fresh)):
+        fresh = set(ids)
+        if len(fresh) < len(ids) or not (young.ids.isdisjoint(fresh) and self._old.ids.isdisjoint(fresh)):
             return False
-        young.update(fresh)
+        young.ids |= fresh
+        young.chunks.append(chunk)
+        young.size += len(ids)
         self._age_by_one()
         return True
 
     def repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
         """The offset of the last message that this one repeats, or None. ``at`` are milliseconds, if it has any."""
-        for generation in (self._young, self._old):
-            for name in ((self._header, event_id), (key, event_id)):
-                found = generation.get(name)
-                if found is not None and found[2] == key:
-                    before, then, _ = found
-                    near = 0 < offset - before <= self._count
-                    old = at is not None and then is not None and at - then > self._age
-                    return before if near and not old else None
-        return None
+        found = self._young.find(key, event_id) or self._old.find(key, event_id)
+        if found is None:
+            return None
+        before, then = found
+        near = 0 < offset - before <= self._count
+        old = at is not None and then is not None and at - then > self._age
+        return before if near and not old else None
 
     def forget(self, offsets: Collection[int]) -> None:
         """The messages at these offsets never ran and never will: nothing repeats them. Looks at all ids; seldom."""
-        for generation in (self._young, self._old):
-            left = [(name[1], place) for name, place in generation.items() if place[0] not in offsets]
-            generation.clear()
-            for event_id, place in left:  # anew: no key with an id may stay without another lane's id alone
-                self._put(generation, place[2], event_id, place)
+        self._young.forget(offsets)
+        self._old.forget(offsets)
 
     def _age_by_one(self) -> None:
-        if len(self._young) >= self._count:
-            self._old, self._young = self._young, {}
-
-    def _put(self, generation: dict[Name, Place], key: bytes, event_id: bytes, place: Place) -> None:
-        name: Name = (self._header, event_id)
-        there = generation.get(name)
-        generation[name if there is None or there[2] == key else (key, event_id)] = place
+        if self._young.size >= self._count:
+            self._old, self._young = self._young, _Generation()

@@ -34,7 +34,7 @@ class Duplicates:
         self.waiting: dict[Place, int] = {}
         """Those that are not done, and the offset of the message that each repeats."""
         self.active = rule is not None
-        window = partial(SeenWindow, rule or Idempotency(), EVENT_ID)
+        window = partial(SeenWindow, rule or Idempotency())
         self._windows: dict[int, SeenWindow] = defaultdict(window)  # by partition
         self._redriven: dict[int, SeenWindow] = defaultdict(window)  # the same, of letters that came through
 
@@ -59,18 +59,20 @@ class Duplicates:
         partitions = {message.partition for message in messages}
         if len(partitions) != 1:
             return False
+        longest = LONGEST // 2
         try:  # without headers, a value or a key there is nothing to index or to measure
-            lasts = [record.headers()[-1] for record in records]  # type: ignore[index]
-            ids = [one for one in lasts if one[0] == EVENT_ID and 0 < len(one[1]) <= LONGEST // 2]  # type: ignore[arg-type]
+            names, ids = zip(*[record.headers()[-1] for record in records], strict=True)  # type: ignore[index]
             keys = [message.key for message in messages]
-            if len(ids) < len(records) or max(map(len, keys)) > LONGEST // 2:  # type: ignore[arg-type]
+            lengths = list(map(len, ids))
+            if names.count(EVENT_ID) < len(names) or not min(lengths) or max(lengths) > longest:
+                return False
+            if max(map(len, keys)) > longest:  # type: ignore[arg-type]
                 return False
         except (TypeError, IndexError, UnicodeDecodeError):
             return False
         offsets = [message.offset for message in messages]
         times = [message.timestamp for message in messages]
-        window = self._windows[partitions.pop()]
-        return window.all_new(ids, zip(offsets, times, keys, strict=True))  # type: ignore[arg-type]
+        return self._windows[partitions.pop()].all_new((ids, offsets, times, keys))  # type: ignore[arg-type]
 
     def seen_before(self, records: Iterable[Record]) -> None:
         """Messages that are done come again, in the order of their partition."""
