@@ -77,3 +77,18 @@ def test_a_partition_that_holds_most_is_paused_when_there_is_no_room_for_long(
     made.shares[1].done = 26
     assert made._room() is True
     assert consumer.paused == set()
+
+
+def test_nothing_is_read_ahead_of_lanes_that_queue_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "PLENTY", 10)
+    monkeypatch.setattr(fetcher, "_STUCK", -1.0)
+    busy = True
+    made, consumer = make(busy=lambda: busy)
+    share = made.shares[0]
+    share.handed = 9
+    assert made._room() is True, "there is not plenty of them"
+    share.handed = 10
+    assert [made._room(), made._room()] == [False, False]
+    assert consumer.paused == set(), "it is no partition's fault"
+    busy = False
+    assert made._room() is True, "the lanes that hold them wait for something else"

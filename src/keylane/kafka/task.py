@@ -35,7 +35,7 @@ from keylane.kafka.desk import Desk
 from keylane.kafka.fetcher import Batch, Fetcher, Share
 from keylane.kafka.graveyard import Graveyard
 from keylane.kafka.ledger import LedgerWriter
-from keylane.kafka.output import KafkaOutput
+from keylane.kafka.output import CROWDED, KafkaOutput
 from keylane.kafka.rereader import Reread, Rereader
 from keylane.kafka.seat import take_seat
 from keylane.kafka.state import FLOOD, LOAD, REST, part_of
@@ -259,6 +259,7 @@ class Task:
             reading=seat.reading,
             until=plan.until,
             crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
+            busy=lambda: len(engine.table.ready) > CROWDED,
             ends_every=inf if app.telemetry is None else app.telemetry.interval,
         )
         seat.reading = {}
