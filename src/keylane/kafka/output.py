@@ -31,13 +31,13 @@ RECORD_OVERHEAD = 128
 
 
 CROWDED = 64
-"""Lanes that wait for their turn, all the time: so many, and the loop is what there is too little of."""
+"""Lanes that wait for their turn. More than so many, and the loop is what there is too little of."""
 _FEW = 1_500.0
-"""Results per second of a task. So few are sent one by one: there are none to wait for."""
+"""Results per second of a task. So few are not gathered: there are none to wait for."""
 _SHORT, _MIDDLE, _LONG = 0.003, 0.009, 0.05
 """Seconds for which results are gathered, before the client's own."""
 _LONGER = 1e-6
-"""Seconds longer for every result per second: from 4,000 on, up to the middle."""
+"""Seconds longer for every result per second: from 3,000 on, up to the middle."""
 _LOOK = 0.2
 LINGER = 1
 """Milliseconds for which the client gathers by itself. Without it the client begins to send when it is given the first
