@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from keylane.testing import Verdict
 
 
-@pytest.mark.parametrize(("seconds", "together"), [(0.001, 20), (0, 1)])
+@pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0, 40_000, 500)])
 def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_order(
     log: Log,
     name: str,
@@ -28,14 +28,15 @@ def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_orde
     judge: Callable[..., Verdict],
     monkeypatch: pytest.MonkeyPatch,
     seconds: float,
+    count: int,
     together: int,
 ) -> None:
     sizes: list[int] = []
     let_go: Any = KafkaOutput._let_go
 
-    def counting(output: KafkaOutput, producer: Any) -> None:
+    def counting(output: KafkaOutput, *args: Any) -> None:
         sizes.append(len(output._gathered))
-        let_go(output, producer)
+        let_go(output, *args)
 
     monkeypatch.setattr(KafkaOutput, "_let_go", counting)
     log.create(f"{name}.in", f"{name}.out", partitions=2)
@@ -43,7 +44,7 @@ def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_orde
         f"{name}.in",
         [
             {"key": b"k%d" % (n % 150), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
-            for n in range(3_000)
+            for n in range(count)
         ],
     )
     app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(tmp_path / "history"))
@@ -55,7 +56,7 @@ def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_orde
             pass
         return bytes(msg.value)
 
-    assert len(Runner(log, name, tmp_path, app=app).run()) == 3_000
+    assert len(Runner(log, name, tmp_path, app=app).run()) == count
     judge(sent)
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
     assert max(sizes) > together, sizes

@@ -4,35 +4,142 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
 from keylane import App
 from keylane.engine.delivery import Delivery
-from keylane.kafka.output import KafkaOutput
+from keylane.errors import KafkaError
+from keylane.kafka import output as module
+from keylane.kafka.output import CROWDED, KafkaOutput
 from keylane.testing.log import MemoryRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from keylane.engine.engine import Engine
     from keylane.kafka.graveyard import Graveyard
     from keylane.kafka.seat import Seat
 
 
-class Useless:
-    """A client that takes nothing any more, as after a fatal error."""
+class Client:
+    """Takes results as the real one does, but for those of one offset: as after a fatal error, or without its topic."""
 
-    def produce(self, *_record: Any) -> None:
-        raise KafkaException("fatal")
+    def __init__(self, refuses: int = -1) -> None:
+        self.refuses = refuses
+        self.taken: list[int] = []
 
-
-async def _gathered_for_a_useless_client() -> BaseException:
-    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    engine = cast("Engine", SimpleNamespace(fail=failed.set_result))
-    seat = cast("Seat", SimpleNamespace(scribe=None, producer=Useless()))
-    output = KafkaOutput(seat, cast("Graveyard", None), App("a", source="in", sink="out"), limit=1_000_000)
-    record = MemoryRecord(topic="in", partition=0, offset=0, key=b"k", value=b"v", timestamp=0)
-    output.result(Delivery(record, engine), b"v")
-    return await asyncio.wait_for(failed, 2)
+    def produce(self, *record: Any) -> None:
+        offset = record[4].offset  # the delivery, which is also the report
+        if offset == self.refuses:
+            raise KafkaException(ClientError(ClientError._UNKNOWN_TOPIC))
+        self.taken.append(offset)
 
 
-def test_a_client_that_takes_no_results_ends_the_task_also_when_they_were_gathered() -> None:
-    assert isinstance(asyncio.run(_gathered_for_a_useless_client()), KafkaException)
+class Bench:
+    """An output, and the engine it tells of trouble; ``waiting`` lanes wait for their turn."""
+
+    def __init__(self, client: Client, waiting: int) -> None:
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.engine = cast(
+            "Engine",
+            SimpleNamespace(
+                failure=self.failed,
+                fail=self._fail,
+                held=waiting,
+                behind=False,
+                table=SimpleNamespace(ready=range(waiting)),
+            ),
+        )
+        seat = cast("Seat", SimpleNamespace(scribe=None, producer=client))
+        app = App("a", source="in", sink="out")
+        self.output = KafkaOutput(seat, cast("Graveyard", None), app, limit=1_000_000)
+        for _ in range(2):  # as it was at every look since the last time
+            self.output.look(self.engine)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def results(self, *offsets: int) -> None:
+        for offset in offsets:
+            record = MemoryRecord(topic="in", partition=0, offset=offset, key=b"k", value=b"v", timestamp=0)
+            self.output.result(Delivery(record, self.engine), b"v")
+
+
+@pytest.fixture(autouse=True)
+def _every_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK", 0.0)
+
+
+def _run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+CALM, MANY = 0, CROWDED + 1
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_a_client_that_takes_no_results_ends_the_task_and_is_no_failure_of_the_message(waiting: int) -> None:
+    async def test() -> None:
+        bench = Bench(Client(refuses=0), waiting)
+        bench.results(0)
+        error = await asyncio.wait_for(bench.failed, 2)
+        assert isinstance(error, KafkaError)
+        assert "'out'" in str(error)
+
+    _run(test)
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_nothing_overtakes_a_result_that_the_client_did_not_take(waiting: int) -> None:
+    async def test() -> None:
+        client = Client(refuses=2)
+        bench = Bench(client, waiting)
+        bench.results(0, 1, 2, 3)
+        await asyncio.wait_for(bench.failed, 2)
+        client.refuses = -1  # the topic is back, and the task has not ended yet
+        bench.results(4, 5)
+        bench.output.look(bench.engine)
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1]
+
+    _run(test)
+
+
+def test_results_are_gathered_while_many_lanes_wait_and_let_go_when_none_do() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, MANY)
+        bench.results(0, 1)
+        assert client.taken == []
+        bench.engine.table.ready = range(CALM)  # type: ignore[assignment]
+        bench.output.look(bench.engine)
+        bench.results(2)
+        assert client.taken == [0, 1, 2]
+
+    _run(test)
+
+
+def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, MANY)
+        bench.results(*range(10))
+        await asyncio.sleep(0.1)
+        assert client.taken == list(range(10))
+
+    _run(test)
+
+
+def test_what_was_gathered_is_not_sent_after_the_end() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, MANY)
+        bench.results(0)
+        bench.output.close()
+        await asyncio.sleep(0.1)
+        assert client.taken == []
+
+    _run(test)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.engine.dispatch import with_event_id
-from keylane.errors import Poison
+from keylane.errors import KafkaError, Poison
 from keylane.message import EVENT_ID, with_origin
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ RECORD_OVERHEAD = 128
 
 CROWDED = 64
 """Lanes that wait for their turn. More than so many, and the loop is what there is too little of."""
-_FEW = 1_500.0
-"""Results per second of a task. So few are not gathered: there are none to wait for."""
-_SHORT, _MIDDLE, _LONG = 0.003, 0.009, 0.05
-"""Seconds for which results are gathered, before the client's own."""
-_LONGER = 1e-6
-"""Seconds longer for every result per second: from 3,000 on, up to the middle."""
+_HOLD = 0.05
+"""Seconds for which results are gathered then, before the client's own."""
 _LOOK = 0.2
 LINGER = 1
 """Milliseconds for which the client gathers by itself. Without it the client begins to send when it is given the first
@@ -78,10 +74,9 @@ class KafkaOutput:
     open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
     task begins again from what was committed last.
 
-    A request holds results of one partition, and costs the broker much more than one more result in it. So results are
-    gathered for a few milliseconds, unless they are so few that most would go alone anyway; and while lanes queue for
-    the loop, in a drain or where handlers compute, and while the task is far behind, for up to 50: those messages have
-    waited longer than that, and the lanes go on meanwhile.
+    A request holds results of one partition, and costs the broker much more than one more result in it. So while lanes
+    queue for the loop, in a drain or where handlers compute, and while the task is far behind, results are gathered for
+    up to 50 ms: those messages have waited longer than that, and the lanes go on meanwhile.
 
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
@@ -96,13 +91,12 @@ class KafkaOutput:
         self._app = app
         self._sink = app.sink or ""
         self._limit = limit - RECORD_OVERHEAD
-        self._hold = _SHORT
-        """Seconds for which results are gathered; 0: they are not."""
+        self._gathers = False
         self._gathered: list[tuple[Any, ...]] = []  # as the client's produce takes them
         self._first = 0.0  # when the first of them came
         self._timer: asyncio.TimerHandle | None = None  # lets them go
         self._loop = asyncio.get_running_loop()
-        self._served, self._looked = 0, time.monotonic()
+        self._looked = time.monotonic()
         self._least = 0  # lanes that waited for their turn, at every look since
         self._origin = stamps if app.origin_time is None else app.origin_time
 
@@ -189,24 +183,19 @@ class KafkaOutput:
             delivery.timestamp or 0,
             headers,
         )
-        if not self._hold:
-            self._produce(producer, record)
+        engine = delivery.engine
+        if not self._gathers:
+            self._give(producer, (record,), engine)
             return
         gathered = self._gathered
         gathered.append(record)
         count = len(gathered)
         if count == 1:
             self._first = time.monotonic()
-            self._timer = self._loop.call_later(self._hold, self._due, producer, delivery.engine)
+            self._timer = self._loop.call_later(_HOLD, self._let_go, producer, engine)
         # That comes late where handlers have the loop to themselves.
-        elif not count % 32 and time.monotonic() - self._first > self._hold:
-            self._let_go(producer)
-
-    def _due(self, producer: Producer, engine: Engine) -> None:
-        try:
-            self._let_go(producer)
-        except Exception as error:  # nobody hears of what a timer raises
-            engine.fail(error)
+        elif not count % 32 and time.monotonic() - self._first > _HOLD:
+            self._let_go(producer, engine)
 
     def close(self) -> None:
         """Send nothing more: what was gathered and not sent is not done."""
@@ -214,44 +203,49 @@ class KafkaOutput:
             self._timer.cancel()
         self._gathered = []
 
-    def _let_go(self, producer: Producer) -> None:
+    def _let_go(self, producer: Producer, engine: Engine) -> None:
         if self._timer is not None:
             self._timer.cancel()
         gathered, self._gathered = self._gathered, []
+        self._give(producer, gathered, engine)
+
+    def _give(self, producer: Producer, records: Sequence[tuple[Any, ...]], engine: Engine) -> None:
+        """To the client. One that takes no more ends the task, and nothing may overtake what it did not take."""
+        if engine.failure.done():
+            return
         produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
-        for record in gathered:
-            try:
-                produce(*record)
-            except BufferError:
-                self._produce(producer, record)
+        try:
+            for record in records:
+                while True:
+                    try:
+                        produce(*record)
+                        break
+                    except BufferError:
+                        # Gigabytes wait for a broker that does not answer: nothing else can go on either.
+                        producer.poll(0.1)
+        except Exception as error:
+            engine.fail(
+                KafkaError(
+                    f"topic {self._sink!r} takes no results: {error}. What was not written runs again."
+                )
+            )
 
-    @staticmethod
-    def _produce(producer: Producer, record: tuple[Any, ...]) -> None:
-        while True:
-            try:
-                return producer.produce(*record)
-            except BufferError:
-                # Gigabytes wait for a broker that does not answer: nothing else can go on either.
-                producer.poll(0.1)
-
-    def look(self, waiting: int) -> None:
-        """Decide now and then for how long results are gathered; ``waiting`` lanes or messages wait for their turn."""
+    def look(self, engine: Engine) -> None:
+        """Decide now and then whether results are gathered: by how many lanes or messages wait for their turn."""
+        waiting = engine.held if engine.behind else len(engine.table.ready)
         self._least = min(self._least, waiting)
         now = time.monotonic()
         if now - self._looked < _LOOK or self._producer is None:
             return
-        rate, crowded = self._served / (now - self._looked), self._least > CROWDED
-        self._served, self._looked, self._least = 0, now, waiting
-        if crowded or rate > _FEW:
-            self._hold = _LONG if crowded else min(max(_SHORT, rate * _LONGER), _MIDDLE)
-        elif self._hold:
-            self._let_go(self._producer)  # before anything overtakes them
-            self._hold = 0.0
+        gathered, self._gathers = self._gathers, self._least > CROWDED
+        self._looked, self._least = now, waiting
+        if gathered and not self._gathers:
+            self._let_go(self._producer, engine)  # before anything overtakes them
 
     def poll(self) -> None:
         """Serve what has been acknowledged."""
         if self._producer is not None:
-            self._served += self._producer.poll(0)
+            self._producer.poll(0)
         self._graveyard.poll()
 
     @staticmethod

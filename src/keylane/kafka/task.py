@@ -534,7 +534,7 @@ class Task:
         every = _OUTCOMES_EVERY if self._plan.outcomes == "all" else _FAILED_EVERY
         while True:
             output.poll()
-            output.look(engine.held if engine.behind else len(engine.table.ready))
+            output.look(engine)
             engine.settle()
             if time.monotonic() - handed_out > every:
                 handed_out = time.monotonic()
