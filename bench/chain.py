@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20, help="how long latency is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--partitions", type=int, default=2, help="of each topic")
-    parser.add_argument("--linger", default="10", help="linger.ms of the apps' producers; '': the usual 5")
+    parser.add_argument("--linger", default="10", help="linger.ms of the apps' producers; '': the usual 1")
     parser.add_argument("--app", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.app:

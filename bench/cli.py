@@ -101,6 +101,8 @@ def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -
             machine=machine,
             store=store,
         )
+        say("warming the broker up …")
+        ground.warm_broker(seconds=5 if given.quick else 30)
         return [_one(workload, ground, sizes, out) for workload in ALL if workload.name in parts]
 
 
