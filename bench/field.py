@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from confluent_kafka import TopicPartition
+
 from bench.errors import BenchError
 from bench.lineup import Contestant, Job, Lineup
 from bench.process import Process, cpu_of
 from bench.tool import Load, Tool
+from keylane.kafka.settings import KafkaSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 PARTITIONS = 8
 _FIRST = Load(rate=500, seconds=4, keys=1000, patience=120)
 _SETTLE = 20.0
+_BURST = 2_000
 _BASE = 10_000_000
 _numbers = itertools.count(1)
 
@@ -110,12 +115,14 @@ class Field:
     def warm_broker(self, seconds: float) -> None:
         """Write and read until Java has compiled what a broker does most: a new one takes three times as long for it.
 
-        Otherwise whoever is measured first would be measured on another broker than the rest.
+        Otherwise whoever is measured first would be measured on another broker than the rest. A third of the time a
+        steady load, then as much as goes through the client that the Python peers use.
         """
         topic = f"warm-{next(_numbers)}"
         self.tool.create(topic)
-        load = replace(_FIRST, rate=8_000, seconds=seconds, base=next_base())
+        load = replace(_FIRST, rate=8_000, seconds=seconds / 3, base=next_base())
         self.tool.load(topic, topic, load, lambda: None)  # its own results
+        churn(KafkaSettings(self.brokers), topic, seconds * 2 / 3)
         self.forget(topic)
 
     def warm_up(self, job: Job, process: Process, load: Load, *, real: bool = True) -> int:
@@ -144,6 +151,21 @@ class Field:
             return cpu_of(self.broker_pid)
         except OSError:
             return 0.0
+
+
+def churn(settings: KafkaSettings, topic: str, seconds: float) -> None:
+    """Write to a topic in bursts, as a drain does, and read all of it."""
+    producer, consumer = settings.producer(**{"linger.ms": 1}), settings.consumer("bench-warm")
+    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(PARTITIONS)])
+    value, until, number = b"x" * 200, time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        for _ in range(_BURST):
+            number += 1
+            headers: Any = {"event-id": b"%d" % number}
+            producer.produce(topic, value, b"key-%d" % (number % 1000), headers=headers)
+        producer.flush(_SETTLE)
+        consumer.consume(2 * _BURST, 0.02)
+    consumer.close()
 
 
 def turns(things: Sequence[T], number: int) -> list[T]:
