@@ -29,8 +29,18 @@ class Client:
     def __init__(self, refuses: int = -1) -> None:
         self.refuses = refuses
         self.taken: list[int] = []
+        self.room = 1_000
+        self.reports: list[Callable[[], None]] = []
+
+    def poll(self, _seconds: float) -> None:
+        self.room = 1_000
+        for report in self.reports:
+            report()
 
     def produce(self, *record: Any) -> None:
+        if not self.room:
+            raise BufferError
+        self.room -= 1
         offset = record[4].offset  # the delivery, which is also the report
         if offset == self.refuses:
             raise KafkaException(ClientError(ClientError._UNKNOWN_TOPIC))
@@ -102,6 +112,35 @@ def test_nothing_overtakes_a_result_that_the_client_did_not_take(waiting: int) -
         client.refuses = -1  # the topic is back, and the task has not ended yet
         bench.results(4, 5)
         bench.output.look(bench.engine)
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1]
+
+    _run(test)
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_a_client_without_room_is_waited_for(waiting: int) -> None:
+    async def test() -> None:
+        client = Client()
+        client.room = 2
+        Bench(client, waiting).results(*range(4))
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1, 2, 3]
+
+    _run(test)
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_nothing_overtakes_a_result_of_which_it_is_heard_meanwhile_that_it_was_not_written(
+    waiting: int,
+) -> None:
+    async def test() -> None:
+        client = Client()
+        client.room = 2
+        bench = Bench(client, waiting)
+        client.reports.append(lambda: bench.engine.fail(KafkaError("not written")))
+        bench.results(*range(4))
+        await asyncio.wait_for(bench.failed, 2)
         await asyncio.sleep(0.1)
         assert client.taken == [0, 1]
 

@@ -223,6 +223,8 @@ class KafkaOutput:
                     except BufferError:
                         # Gigabytes wait for a broker that does not answer: nothing else can go on either.
                         producer.poll(0.1)
+                        if engine.failure.done():  # one that was taken before could not be written
+                            return
         except Exception as error:
             engine.fail(
                 KafkaError(
