@@ -154,7 +154,7 @@ class Field:
 
 
 def churn(settings: KafkaSettings, topic: str, seconds: float) -> None:
-    """Write to a topic in bursts, as a drain does, and read all of it."""
+    """Write to a topic in bursts, as a drain does, and read it meanwhile."""
     producer, consumer = settings.producer(**{"linger.ms": 1}), settings.consumer("bench-warm")
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(PARTITIONS)])
     value, until, number = b"x" * 200, time.monotonic() + seconds, 0

@@ -16,7 +16,7 @@ from keylane.kafka.output import CROWDED, KafkaOutput
 from keylane.testing.log import MemoryRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from keylane.engine.engine import Engine
     from keylane.kafka.graveyard import Graveyard
@@ -48,17 +48,20 @@ class Client:
 
 
 class Bench:
-    """An output, and the engine it tells of trouble; ``waiting`` lanes wait for their turn."""
+    """An output, and the engine it tells of trouble; ``waiting`` lanes wait for their turn.
 
-    def __init__(self, client: Client, waiting: int) -> None:
+    With ``held`` the task is far behind, by so many messages.
+    """
+
+    def __init__(self, client: Client, waiting: int, *, held: int = 0) -> None:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.engine = cast(
             "Engine",
             SimpleNamespace(
                 failure=self.failed,
                 fail=self._fail,
-                held=waiting,
-                behind=False,
+                held=held,
+                behind=bool(held),
                 table=SimpleNamespace(ready=range(waiting)),
             ),
         )
@@ -83,10 +86,6 @@ def _every_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK", 0.0)
 
 
-def _run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
 CALM, MANY = 0, CROWDED + 1
 
 
@@ -99,7 +98,7 @@ def test_a_client_that_takes_no_results_ends_the_task_and_is_no_failure_of_the_m
         assert isinstance(error, KafkaError)
         assert "'out'" in str(error)
 
-    _run(test)
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
@@ -115,7 +114,7 @@ def test_nothing_overtakes_a_result_that_the_client_did_not_take(waiting: int) -
         await asyncio.sleep(0.1)
         assert client.taken == [0, 1]
 
-    _run(test)
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
@@ -127,7 +126,7 @@ def test_a_client_without_room_is_waited_for(waiting: int) -> None:
         await asyncio.sleep(0.1)
         assert client.taken == [0, 1, 2, 3]
 
-    _run(test)
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
@@ -144,21 +143,25 @@ def test_nothing_overtakes_a_result_of_which_it_is_heard_meanwhile_that_it_was_n
         await asyncio.sleep(0.1)
         assert client.taken == [0, 1]
 
-    _run(test)
+    asyncio.run(test())
 
 
-def test_results_are_gathered_while_many_lanes_wait_and_let_go_when_none_do() -> None:
+@pytest.mark.parametrize(("waiting", "held"), [(MANY, 0), (CALM, 20_000)])
+def test_results_are_gathered_while_many_lanes_wait_or_much_is_held_and_let_go_when_not(
+    waiting: int, held: int
+) -> None:
     async def test() -> None:
         client = Client()
-        bench = Bench(client, MANY)
+        bench = Bench(client, waiting, held=held)
         bench.results(0, 1)
         assert client.taken == []
         bench.engine.table.ready = range(CALM)  # type: ignore[assignment]
+        bench.engine.behind = False  # type: ignore[misc]
         bench.output.look(bench.engine)
         bench.results(2)
         assert client.taken == [0, 1, 2]
 
-    _run(test)
+    asyncio.run(test())
 
 
 def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
@@ -169,7 +172,7 @@ def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
         await asyncio.sleep(0.1)
         assert client.taken == list(range(10))
 
-    _run(test)
+    asyncio.run(test())
 
 
 def test_what_was_gathered_is_not_sent_after_the_end() -> None:
@@ -181,4 +184,4 @@ def test_what_was_gathered_is_not_sent_after_the_end() -> None:
         await asyncio.sleep(0.1)
         assert client.taken == []
 
-    _run(test)
+    asyncio.run(test())
