@@ -33,7 +33,7 @@ from bench.field import Spread
 from bench.process import Process
 from keylane import App, Message
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 from keylane.testing import HistoryWriter, Sent, check, read_history
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def make_app(name: str, kind: str, history: Path) -> App:
 
     if kind == "single":
 
-        @app.stage(limit=1)
+        @app.stage(max_concurrency=1)
         def one(msg: Message) -> bytes:
             time.sleep(CALL + ITEM)
             return msg.value  # type: ignore[no-any-return]
 
     else:
 
-        @app.batch_stage(max_size=SIZE, limit=1)
+        @app.batch_stage(max_size=SIZE, max_concurrency=1)
         def many(msgs: list[Message]) -> list[bytes]:
             time.sleep(CALL + ITEM * len(msgs))
             return [msg.value for msg in msgs]
@@ -75,7 +75,7 @@ def run_app(bootstrap: str, name: str, kind: str, history: Path) -> None:
     spark = session("local[2]", "keylane bench")
     try:
         app = make_app(name, kind, history)
-        app.start(spark, bootstrap=bootstrap, tasks=1, availableNow=True).awaitTermination()
+        app.start(spark, bootstrap=bootstrap, tasks=1, available_now=True).awaitTermination()
     finally:
         spark.stop()
 

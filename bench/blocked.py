@@ -38,7 +38,7 @@ from keylane import App, Message, Poison
 from keylane.broker import Broker
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ def run(bootstrap: str, name: str, source: str, sink: str, kind: Kind, results: 
         spark = session("local[2]", "keylane bench")
         try:
             query = make_app(name, source, sink, kind).start(
-                spark, bootstrap=bootstrap, checkpointLocation=folder
+                spark, bootstrap=bootstrap, checkpoint_location=folder
             )
             while query.isActive and sum(cluster.ends(sink, range(PARTITIONS)).values()) < results:
                 time.sleep(_EVERY)

@@ -30,7 +30,7 @@ from bench.field import Spread
 from bench.process import Process
 from keylane import App, Message
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,8 +61,8 @@ def run_apps(bootstrap: str, name: str, linger: str) -> None:
         for hop in range(HOPS):
             app = App(f"{name}-{hop}", source=topic(name, hop), sink=topic(name, hop + 1))
             app.stage(hand_on)
-            more = {"kafka.linger.ms": linger} if linger else {}
-            queries.append(app.start(spark, bootstrap=bootstrap, tasks=1, **more))
+            kafka = {"linger.ms": linger} if linger else {}
+            queries.append(app.start(spark, bootstrap=bootstrap, tasks=1, kafka=kafka))
         while not asked and os.getppid() == parent and all(query.isActive for query in queries):
             time.sleep(0.1)
         for query in queries:

@@ -31,9 +31,9 @@ from bench.errors import BenchError
 from bench.field import Spread, turns
 from bench.process import Process
 from keylane.broker import Broker
+from keylane.demo.seed import parse_value
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.seed import parse_value
 
 KINDS = ("at_least_once", "exactly_once")
 PARTITIONS = 8

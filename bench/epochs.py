@@ -37,7 +37,7 @@ from bench.process import Process
 from keylane import App, Message
 from keylane.broker import Broker
 from keylane.testing import HistoryWriter, Sent, check, read_history
-from keylane.testing.history import History, Kind
+from keylane.testing.history import EventKind, History
 
 EPOCH = 3.0
 PARTITIONS = 8
@@ -138,7 +138,7 @@ def gaps(run: Run, rate: float, seconds: float, epochs: int) -> tuple[list[float
         if epochs:
             time.sleep(epochs * EPOCH)
         nothing = process.log.read_bytes()[before:].decode()
-    events = [e for e in run.judged() if e.kind is Kind.START and e.at > began + 1]
+    events = [e for e in run.judged() if e.kind is EventKind.START and e.at > began + 1]
     silences = []
     for partition in range(PARTITIONS):
         of_it = [e.seq / 1e9 for e in events if e.partition == partition]
@@ -177,7 +177,7 @@ def recovery(run: Run, rate: float, what: str) -> float:
         run.results.read(run.sent)
         loading = run.load(rate, 20)
         time.sleep(4)
-        before = [e for e in read_history(run.history) if e.kind is Kind.START][-2000:]
+        before = [e for e in read_history(run.history) if e.kind is EventKind.START][-2000:]
         owners = {e.partition: e.owner.partition("+")[0] for e in before}  # their pids
         if what == "worker":
             victim = owners[before[-1].partition]
@@ -195,7 +195,7 @@ def recovery(run: Run, rate: float, what: str) -> float:
         while True:
             after: dict[int, int] = {}
             for e in read_history(run.history):
-                if e.kind is Kind.START and e.seq > killed + 50_000_000:
+                if e.kind is EventKind.START and e.seq > killed + 50_000_000:
                     after.setdefault(e.partition, e.seq)
             if hit <= set(after):
                 break

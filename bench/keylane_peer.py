@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from keylane import App, Message, Retry, Transient
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -80,7 +80,7 @@ def _census(folder: str) -> Callable[[], AsyncIterator[None]]:
 
 
 async def _count(to: Path) -> None:
-    from keylane.core.lane import LaneTable  # noqa: PLC0415 - the engine's own, which nobody else asks for
+    from keylane.lanes.lane_table import LaneTable  # noqa: PLC0415 - the engine's own, which nobody else asks for
 
     await asyncio.sleep(1)  # until the task is made
     tables = [found for found in gc.get_objects() if isinstance(found, LaneTable) and not found.closed]
@@ -127,8 +127,10 @@ def main() -> None:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):  # after Spark has put its own handlers in place
                 signal.signal(number, lambda got, _frame: asked.append(got))
-            client = {name: value for name, value in opt.items() if name.startswith("kafka.")}
-            query = make_app(opt).start(spark, bootstrap=opt["brokers"], checkpointLocation=folder, **client)
+            client = {name[6:]: value for name, value in opt.items() if name.startswith("kafka.")}
+            query = make_app(opt).start(
+                spark, bootstrap=opt["brokers"], checkpoint_location=folder, kafka=client
+            )
             while query.isActive and not asked and os.getppid() == parent:
                 if report() >= n > 0:
                     break

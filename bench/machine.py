@@ -13,7 +13,7 @@ from pathlib import Path
 import confluent_kafka
 
 from keylane.broker.jars import KAFKA
-from keylane.broker.java import describe_java
+from keylane.spark.java import describe_java
 
 _ROOT = Path(__file__).parents[1]
 

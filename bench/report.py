@@ -54,14 +54,18 @@ def markdown(sheets: Sequence[Sheet]) -> str:
 def update_docs(folder: Path, path: Path = DOCS) -> None:
     """Put the report of the folder's sheets between the markers; its picture and its figures go beside the docs."""
     sheets = write(folder)
-    text = path.read_text(encoding="utf-8")
-    found = re.search("<!-- begin results -->(.*?)<!-- end results -->", text, re.DOTALL)
-    if found is None:
-        raise BenchError(f"{path} has no '<!-- begin results -->' … '<!-- end results -->' to fill")
-    filled = text[: found.start(1)] + f"\n{markdown(sheets)}\n" + text[found.end(1) :]
-    path.write_text(filled, encoding="utf-8")
+    fill(path, "results", markdown(sheets))
     for name, beside in ((PICTURE, PICTURE), ("report.json", "benchmarks.json")):
         (path.parent / beside).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def fill(path: Path, name: str, content: str) -> None:
+    """Put something between the markers of this name."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(f"<!-- begin {name} -->(.*?)<!-- end {name} -->", text, re.DOTALL)
+    if found is None:
+        raise BenchError(f"{path} has no '<!-- begin {name} -->' … '<!-- end {name} -->' to fill")
+    path.write_text(text[: found.start(1)] + f"\n{content}\n" + text[found.end(1) :], encoding="utf-8")
 
 
 def _drawable(sheets: Sequence[Sheet]) -> bool:

@@ -30,7 +30,7 @@ from bench.field import Spread
 from bench.process import Process
 from keylane import App, Message
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def run_app(bootstrap: str, name: str, kind: str, tasks: int) -> None:
 
     spark = session("local[2]", "keylane bench")
     try:
-        app.start(spark, bootstrap=bootstrap, tasks=tasks, availableNow=True).awaitTermination()
+        app.start(spark, bootstrap=bootstrap, tasks=tasks, available_now=True).awaitTermination()
     finally:
         spark.stop()
 

@@ -17,6 +17,9 @@ once, in the order of its key. The next load begins when all results of the last
 Other work on the machine shows in the p99 of a whole load, in either kind. Beside it stands the median of the p99 of
 every single second, which says whether a difference was there all the time or in a few moments. It decides nothing.
 
+``--grid`` measures nothing: it goes through many distributions, stages and capacities in virtual time
+(:mod:`bench.skew_model`), and ``--update-docs`` puts its table into docs/benchmarks.md.
+
 Exit code 0: the p99 of the cold lanes is within 20% of the uniform load's (medians over the rounds), the hottest key
 was named in the app's log, and every result was sound. Prints a table and a line of JSON.
 """
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -40,17 +44,19 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, TopicPartition
 
+from bench import skew_model
 from bench.errors import BenchError
 from bench.field import Spread
 from bench.machine import facts
 from bench.process import Process
+from bench.report import DOCS, fill
 from keylane import App, Message
 from keylane.broker import Broker
 from keylane.demo.reader import percentile
+from keylane.demo.seed import parse_value
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.seed import parse_value
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +154,7 @@ def run_app(bootstrap: str, name: str, stage_ms: float, capacity: int) -> None:
     """Until it is told to end."""
     import asyncio  # noqa: PLC0415 - only here
 
-    app = App(name, source=f"{name}.in", sink=f"{name}.out", capacity=capacity)
+    app = App(name, source=f"{name}.in", sink=f"{name}.out", max_buffered=capacity)
 
     @app.stage
     async def work(msg: Message) -> bytes:
@@ -162,7 +168,7 @@ def run_app(bootstrap: str, name: str, stage_ms: float, capacity: int) -> None:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):  # after Spark has put its own handlers in place
                 signal.signal(number, lambda got, _frame: asked.append(got))
-            query = app.start(spark, bootstrap=bootstrap, checkpointLocation=folder, epoch=3600)
+            query = app.start(spark, bootstrap=bootstrap, checkpoint_location=folder, epoch=3600)
             while query.isActive and not asked and os.getppid() == parent:
                 time.sleep(0.1)
             failure = query.exception()
@@ -355,6 +361,40 @@ def change(runs: Sequence[Run]) -> float:
     return found["zipf"] / found["uniform"] - 1
 
 
+def run_grid(*, update_docs: bool) -> int:
+    """Every case of the grid; 0 when all of them are sound."""
+    with multiprocessing.Pool() as pool:
+        outcomes = list(pool.imap(skew_model.run, skew_model.grid(), chunksize=8))
+    bad = [outcome for outcome in outcomes if not outcome.sound]
+    text = grid_table(outcomes)
+    print(text)
+    for outcome in bad:
+        print(f"NOT SOUND: {outcome}", file=sys.stderr)
+    if update_docs and not bad:
+        fill(DOCS, "skew grid", text)
+    return 1 if bad else 0
+
+
+def grid_table(outcomes: Sequence[skew_model.Outcome]) -> str:
+    """Markdown: the worst of all cases with the same capacity and kind of load."""
+    groups: dict[tuple[bool, int], list[skew_model.Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.case.live > 0, outcome.case.capacity].append(outcome)
+    lines = [
+        "| load | capacity | cases | s above optimum | times optimum, above 5 s | held | read, mean | read, most |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (live, capacity), group in sorted(groups.items()):
+        late = max(one.took - one.optimum for one in group)
+        times = max((one.took / one.optimum for one in group if one.optimum >= 5.0), default=1.0)
+        reads = [one.read for one in group]
+        lines.append(
+            f"| {'arrives' if live else 'lies there'} | {capacity:,} | {len(group)} | {late:.1f} | {times:.2f} | "
+            f"{max(one.most for one in group):,} | {sum(reads) / len(reads):.2f} | {max(reads):.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print."""
     parser = argparse.ArgumentParser(
@@ -370,8 +410,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capacity", type=int, default=2_048, help="messages a task holds (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the app's log; a temporary one by default")
+    parser.add_argument(
+        "--grid", action="store_true", help="many distributions in virtual time; 3 minutes, no broker"
+    )
+    parser.add_argument(
+        "--update-docs", action="store_true", help="also put the grid's table into docs/benchmarks.md"
+    )
     parser.add_argument("--app", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.grid:
+        return run_grid(update_docs=given.update_docs)
     if given.app:
         bootstrap, name, stage_ms, capacity = given.app
         run_app(bootstrap, name, float(stage_ms), int(capacity))

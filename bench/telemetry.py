@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 from bench.machine import facts
 from keylane import App, Message
 from keylane.broker import Broker
-from keylane.engine.meter import Meter
+from keylane.engine.latency_sampler import LatencySampler
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.kafka.task import Task, TaskPlan
-from keylane.kafka.telemetry import TelemetryWriter
+from keylane.worker.task import Task, TaskPlan
+from keylane.worker.telemetry_sender import TelemetryWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,13 +74,14 @@ def measure(settings: KafkaSettings, name: str, messages: int, *, telemetry: boo
             marks.append((time.perf_counter(), time.process_time(), time.thread_time()))
         return bytes(msg.value)
 
-    topics = cluster.prepare(app)
+    topics = cluster.prepare(app.spec)
     ends = cluster.ends(_SOURCE, range(PARTITIONS))
     plan = TaskPlan(
         run=name,
         epoch=1,
         task=0,
         settings=settings,
+        identity=cluster.identity(app.source, app.dlq),
         starts=dict.fromkeys(range(PARTITIONS), 0),
         until=ends,
         seconds=120,
@@ -88,7 +89,7 @@ def measure(settings: KafkaSettings, name: str, messages: int, *, telemetry: boo
         outcomes="none",
         partitions=PARTITIONS,
     )
-    for _ in Task(app, plan).outcomes():
+    for _ in Task(app.spec, plan).outcomes():
         pass
     if seen != messages:
         raise SystemExit(f"{name}: {seen:,} of {messages:,} messages ran")
@@ -116,7 +117,11 @@ def accounted() -> Iterator[list[float]]:
 
         return timing
 
-    places: list[tuple[Any, str]] = [(Meter, "done"), (Meter, "tick"), (TelemetryWriter, "_tell")]
+    places: list[tuple[Any, str]] = [
+        (LatencySampler, "done"),
+        (LatencySampler, "tick"),
+        (TelemetryWriter, "_tell"),
+    ]
     kept = [(kind, name, getattr(kind, name)) for kind, name in places]
     for kind, name, call in kept:
         setattr(kind, name, timed(call))

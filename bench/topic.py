@@ -30,7 +30,7 @@ from bench.field import Spread, turns
 from keylane.broker import Broker
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.spark.session import session
+from keylane.spark import session
 from keylane.spark.topic import register
 
 if TYPE_CHECKING:

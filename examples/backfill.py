@@ -16,7 +16,7 @@ from zlib import crc32
 from playground import Playground, command, verdict
 
 from keylane import App, Message, Poison, Publisher, Retry, Transient, ordered
-from keylane.spark.topic import register
+from keylane.spark import register
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -57,7 +57,7 @@ def main(messages: int = 5000, bootstrap: str | None = None, spark: SparkSession
                 value = {"watts": watts, "hour": number}
                 readings.send(value, key=f"meter-{number % 70}", event_id=f"r-{number}")
         live = place.folder / "live"
-        place.run(app, format="parquet", path=str(live), checkpointLocation=str(place.folder / "checkpoint"))
+        place.run(app, format="parquet", path=str(live), checkpoint_location=str(place.folder / "checkpoint"))
 
         register(place.spark)
         topic = place.spark.read.format("keylane.topic").option("subscribe", app.source)

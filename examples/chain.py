@@ -28,7 +28,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from keylane import App, Message, Poison, Publisher, Retry, Transient
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 
 TOPICS = ("chain.orders", "chain.checked", "chain.priced", "chain.charged", "chain.shipped")
 PARTITIONS = 4

@@ -38,7 +38,7 @@ async def understand(msg: Message) -> dict[str, Any]:
     return dict(msg.value)
 
 
-@app.stage(limit=200, timeout=5.0)
+@app.stage(max_concurrency=200, timeout=5.0)
 async def answer(msg: Message) -> dict[str, Any]:
     await asyncio.sleep(0.02)
     if msg.attempt == 1 and overloaded(msg.event_id):

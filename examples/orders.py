@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from keylane.sqlite import SqliteTable
+    from keylane.readmodel.sqlite import SqliteTable
 
 YESTERDAY = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)
 """Not longer ago: a broker deletes what is old."""

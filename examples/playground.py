@@ -19,7 +19,7 @@ from keylane import KeylaneError, Message
 from keylane.broker import Broker
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class Playground:
 
     def run(self, app: App, **options: Any) -> None:
         """Let the app work through what is there."""
-        query = app.start(self.spark, bootstrap=self.bootstrap, availableNow=True, **options)
+        query = app.start(self.spark, bootstrap=self.bootstrap, available_now=True, **options)
         query.awaitTermination(120)
         if query.isActive or query.exception() is not None:
             raise RuntimeError(f"{app.name} did not come to its end: {query.exception()}")
@@ -127,8 +127,8 @@ def command(main: Callable[..., bool], messages: int) -> int:
         return 2
 
 
-def verdict(**claims: bool) -> bool:
+def verdict(**ownership: bool) -> bool:
     """Print what was shown, and whether it was so."""
-    for claim, kept in claims.items():
+    for claim, kept in ownership.items():
         print(f"  {'yes' if kept else 'NO '}  {claim.replace('_', ' ')}")
-    return all(claims.values())
+    return all(ownership.values())

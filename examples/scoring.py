@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from keylane import App, Message, Poison, Publisher
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +74,7 @@ async def check(msg: Message) -> dict[str, Any]:
     return payment
 
 
-@app.batch_stage(max_size=256, max_wait=0.02, limit=1)
+@app.batch_stage(max_size=256, max_wait=0.02, max_concurrency=1)
 def score(table: pa.Table, model: Model) -> list[dict[str, Any]]:
     """One call for many cards."""
     chances = model.predict(table["value"].combine_chunks())
@@ -140,7 +140,7 @@ def main() -> int:
         expected = publish(bootstrap, given.messages)
         spark = session("local[2]", "scoring")
         stack.callback(spark.stop)
-        app.start(spark, bootstrap=bootstrap, availableNow=True).awaitTermination()
+        app.start(spark, bootstrap=bootstrap, available_now=True).awaitTermination()
         found = read(bootstrap, sum(map(len, expected.values())))
     sizes = [json.loads(msg.value)["batch"] for msg in found] or [0]
     sound = not judge(expected, found)

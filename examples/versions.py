@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from playground import Playground, by_key, command, verdict
 
-from keylane import App, Field, Message, Publisher, Versioned
+from keylane import App, Field, Message, Publisher, VersionOrdering
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,7 +28,7 @@ app = App(
     sink="example-products.states",
     decode="json",
     idempotency=None,  # what was sent twice is recognised by its version alone
-    versions=Versioned(Field("version"), wait=60.0),
+    versions=VersionOrdering(Field("version"), wait=60.0),
 )
 
 

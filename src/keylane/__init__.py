@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from keylane.app import App
-from keylane.core.breaker import Breaker, CircuitState
-from keylane.core.flood import FloodGuard
-from keylane.core.hot import HotKey
-from keylane.core.ledger import Ledger
-from keylane.core.letter import DeadLetter
-from keylane.core.outcome import Outcome
-from keylane.core.retry import Retry
-from keylane.core.seen import Idempotency
-from keylane.core.telemetry import Telemetry
-from keylane.core.versions import Versioned
+from keylane.dataframe.ordered import ordered
 from keylane.errors import (
+    BrokerError,
     DeliveryError,
-    FloodError,
-    KafkaError,
+    FailureGuardError,
     KeylaneError,
     Poison,
     ResourceError,
@@ -24,42 +15,63 @@ from keylane.errors import (
     Transient,
     Undelivered,
 )
-from keylane.fact import Fact
-from keylane.frames import ordered
+from keylane.handlers.fields import Field
+from keylane.handlers.middleware import CallNext
+from keylane.lanes.heavy_hitters import HotKey
+from keylane.lanes.ordering import ByField, ByHeader, Ordering
+from keylane.ledger import Ledger
 from keylane.message import Message
+from keylane.outcome import Outcome
+from keylane.policies.breaker import Breaker, CircuitState
+from keylane.policies.dedup_window import Idempotency
+from keylane.policies.failure_guard import FailureGuard
+from keylane.policies.failure_info import FailureInfo
+from keylane.policies.failure_policy import FailedMessage, FailurePolicy
+from keylane.policies.retry import Retry
+from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
-from keylane.read import Field
-from keylane.readmodel import ReadModel
+from keylane.readmodel.fields import ReadModelField
+from keylane.readmodel.model import ReadModel
+from keylane.sink import Sink, SinkResult
+from keylane.telemetry_settings import Telemetry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "App",
     "Breaker",
+    "BrokerError",
+    "ByField",
+    "ByHeader",
+    "CallNext",
     "CircuitState",
-    "DeadLetter",
     "Delivered",
     "DeliveryError",
-    "Fact",
+    "FailedMessage",
+    "FailureGuard",
+    "FailureGuardError",
+    "FailureInfo",
+    "FailurePolicy",
     "Field",
-    "FloodError",
-    "FloodGuard",
     "HotKey",
     "Idempotency",
-    "KafkaError",
     "KeylaneError",
     "Ledger",
     "Message",
+    "Ordering",
     "Outcome",
     "Poison",
     "Publisher",
     "ReadModel",
+    "ReadModelField",
     "ResourceError",
     "Retry",
     "SettingsError",
+    "Sink",
+    "SinkResult",
     "Telemetry",
     "Transient",
     "Undelivered",
-    "Versioned",
+    "VersionOrdering",
     "ordered",
 ]

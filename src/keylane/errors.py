@@ -18,7 +18,7 @@ class SettingsError(KeylaneError):
     """An app, an option or a command line that cannot work; raised before anything is started."""
 
 
-class KafkaError(KeylaneError):
+class BrokerError(KeylaneError):
     """The broker, a topic or the client refused; says which and why."""
 
 
@@ -33,7 +33,7 @@ class Undelivered:
     why: str
 
 
-class DeliveryError(KafkaError):
+class DeliveryError(BrokerError):
     """A publisher's messages were not delivered; ``undelivered`` are all of them, in the order of their failures."""
 
     def __init__(self, message: str, undelivered: Sequence[Undelivered] = ()) -> None:
@@ -45,7 +45,7 @@ class DataLossError(KeylaneError):
     """Messages that were to be read are no longer in their topic; says which, and how to go on without them."""
 
 
-class AbortedError(KafkaError):
+class AbortedError(BrokerError):
     """A transaction was not taken; nothing of it counts."""
 
 
@@ -53,12 +53,16 @@ class ResourceError(KeylaneError):
     """A resource of the app could not be opened or closed; names it and carries the cause."""
 
 
-class FloodError(KeylaneError):
+class FailureGuardError(KeylaneError):
     """Most messages fail for good; the app stopped instead of emptying its topic into the dead letters."""
 
 
 class FencedError(KeylaneError):
     """Another task has taken over what this one owned: nothing that it does from here on counts."""
+
+
+class SourceChangedError(KeylaneError):
+    """The source topic is not the one that the epoch was planned for: it was deleted, and perhaps created again."""
 
 
 class TakenOverError(KeylaneError):

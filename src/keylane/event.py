@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import getrandbits
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from keylane.handlers.encoding import as_bytes
 from keylane.message import EVENT_ID, EVENT_TYPE, EVENT_VERSION
 
 if TYPE_CHECKING:
@@ -107,7 +106,12 @@ class Form:
 def new_event_id() -> str:
     """A UUID of version 7: milliseconds first, so ids sort by their time; the rest is random."""
     milliseconds = time.time_ns() // 1_000_000 & (1 << 48) - 1
-    return str(UUID(int=milliseconds << 80 | 7 << 76 | getrandbits(12) << 64 | 0b10 << 62 | getrandbits(62)))
+    # From the operating system: a program that seeds Python's generator, as tests and training jobs do, would get the
+    # same ids again, and their events would be dropped as duplicates.
+    drawn = int.from_bytes(os.urandom(10), "big")
+    return str(
+        UUID(int=milliseconds << 80 | 7 << 76 | (drawn >> 68) << 64 | 0b10 << 62 | drawn & (1 << 62) - 1)
+    )
 
 
 def encode_key(key: object) -> bytes:
@@ -127,22 +131,8 @@ def encode_key(key: object) -> bytes:
     )
 
 
-def as_bytes(value: Any) -> bytes:
-    """Bytes as they are, text as UTF-8, anything else as JSON; dataclasses as objects.
-
-    Raises TypeError or ValueError for what is no JSON.
-    """
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
-    return _dump(value).encode()
-
-
 def encode_value(value: Any) -> bytes | None:
-    """None as a null value, anything else :func:`as_bytes`. Raises TypeError or ValueError for what is no JSON."""
+    """None as a null value, anything else by :mod:`keylane.handlers.encoding`. Raises TypeError or ValueError."""
     if value is None:
         return None
     try:
@@ -184,12 +174,3 @@ def _header(name: object, content: object) -> tuple[str, bytes | None]:
     if name in _OWN:
         raise ValueError(f"the header {name!r} is the event's own: give it as {_OWN[name]}=…")
     return name, content.encode() if isinstance(content, str) else content
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain).encode

@@ -1,5 +1,8 @@
 """Logs: one line for every event that matters, with its key and offset; repeated ones now and then; no secrets.
 
+A line may quote a message, or an error that does. So its values, itself and its traceback are bounded, and nothing in
+them moves a terminal's cursor or looks like another line.
+
 Apps and Spark may have logging of their own: what is set up here is used only where there is none.
 """
 
@@ -13,8 +16,8 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
-from keylane.core.redact import redact
-from keylane.core.text import show_bytes
+from keylane.redaction import redact
+from keylane.safe_text import cut, cut_bytes, printable, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +31,14 @@ FIELDS = ("key", "partition", "offset", "stage", "attempts", "error", "stop")
 BURST = 10
 """Lines of one kind that are said within :data:`WINDOW` seconds; the others are counted."""
 WINDOW = 10.0
+KEY = 200
+"""Bytes of a key, or of any other bytes, that a line shows."""
+VALUE = 2500
+"""Characters of any other value: an error's text has 2,000."""
+LINE = 8000
+"""Characters of a line, before those are escaped that cannot be printed."""
+TRACEBACK = 32_000
+"""Characters of a traceback."""
 _KINDS = 1000
 """Kinds of lines that are remembered."""
 
@@ -36,7 +47,7 @@ def where(message: Message, **more: Any) -> dict[str, Any]:
     """For ``extra``: which message a line is about."""
     key = message.key
     return {
-        "key": None if key is None else show_bytes(key),
+        "key": None if key is None else cut_bytes(key, KEY),
         "partition": message.partition,
         "offset": message.offset,
         **more,
@@ -54,20 +65,65 @@ def set_up(level: int, form: str = "text", stream: TextIO | None = None) -> None
     root.setLevel(level)
 
 
+def _message(record: logging.LogRecord) -> str:
+    """The line's text, of bounded length, whatever its values are; without secrets."""
+    given = record.args
+    if isinstance(given, tuple):
+        given = tuple(map(short, given))
+    elif given:
+        given = {name: short(value) for name, value in given.items()}
+    text = str(record.msg)
+    if given:
+        try:
+            text = text % given
+        except Exception:  # it is a line all the same
+            text = f"{text} {given!r}"
+    return redact(cut(text, LINE))
+
+
+def short(value: object) -> object:
+    """A value for a line, such as a key: a long one is shown as its beginning and its length."""
+    if isinstance(value, bytes) and len(value) > KEY:
+        return _Cut(f"{value[:KEY]!r}… ({len(value):,} bytes)")
+    if isinstance(value, str) and len(value) > VALUE:
+        return _Cut(cut(value, VALUE))
+    if value is None or isinstance(value, int | float | str | bytes):
+        return value
+    try:
+        text = str(value)
+    except Exception:  # of whoever made it
+        return _Cut(f"<a {type(value).__name__} without a text>")
+    return value if len(text) <= VALUE else _Cut(cut(text, VALUE))
+
+
+class _Cut(str):
+    """Looks the same with ``%s`` and ``%r``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class TextFormatter(logging.Formatter):
-    """For people: time, level, logger, text. A text of several lines is one line; a traceback keeps its own."""
+    """For people: time, level, logger, text. A text of several lines is one line; a traceback's lines are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Without line breaks."""
-        record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
-        return super().formatMessage(record)
-
     def format(self, record: logging.LogRecord) -> str:
-        """Without secrets."""
-        return redact(super().format(record))
+        """Without secrets, and without anything that a terminal obeys."""
+        record.message = printable(_message(record))
+        record.asctime = self.formatTime(record)
+        parts = [self.formatMessage(record)]
+        if record.exc_info:
+            parts.append(printable_lines(self._traceback(record)))
+        if record.stack_info:
+            parts.append(printable_lines(redact(cut(record.stack_info, TRACEBACK))))
+        return "\n  ".join(parts)
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        return redact(cut(self.formatException(record.exc_info), TRACEBACK)) if record.exc_info else ""
 
 
 def as_json(level: str, logger: str, message: str, at: float | None = None) -> dict[str, Any]:
@@ -78,7 +134,7 @@ def as_json(level: str, logger: str, message: str, at: float | None = None) -> d
         ),
         "level": level,
         "logger": logger,
-        "message": redact(message),
+        "message": redact(cut(message, LINE)),
     }
 
 
@@ -87,15 +143,18 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """``at``, ``level``, ``logger``, ``message``, and what else is known: key, partition, offset …"""
-        found = as_json(record.levelname, record.name, record.getMessage(), record.created)
+        found = as_json(record.levelname, record.name, _message(record), record.created)
         for name in FIELDS:
             value = getattr(record, name, None)
-            if value is not None:
-                found[name] = redact(value) if isinstance(value, str) and name != "key" else value
+            if isinstance(value, str):
+                value = cut(value, VALUE)
+                found[name] = value if name == "key" else redact(value)
+            elif value is not None:
+                found[name] = value
         if (more := getattr(record, "more", None)) is not None:
             found["more"] = more
         if record.exc_info:
-            found["traceback"] = redact(self.formatException(record.exc_info))
+            found["traceback"] = redact(cut(self.formatException(record.exc_info), TRACEBACK))
         return json.dumps(found, default=str)
 
 
@@ -112,7 +171,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called with the handler's lock held."""
-        name = record.name, record.levelno, str(record.msg)
+        name = record.name, record.levelno, str(record.msg)[:KEY]
         now = self._clock()
         kind = self._kinds.get(name)
         if kind is None or now >= kind.ends:

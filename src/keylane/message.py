@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from blake3 import blake3
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from typing_extensions import TypeVar
+
+    V = TypeVar("V", default=Any)
+else:
+    from typing import TypeVar
+
+    V = TypeVar("V")  # Python 3.11 has no defaults; only type checkers ask
 
 Headers = list[tuple[str, bytes | None]]
 
@@ -59,8 +67,10 @@ def with_origin(message: Message, headers: Headers) -> Headers:
     return [*headers, (ORIGIN_TIME, b"%d" % at)]
 
 
-class Message:
+class Message(Generic[V]):
     """One message on its way through the stages.
+
+    ``Message[Order]`` says to type checkers that ``value`` is an ``Order``; nothing is checked at run time.
 
     ``value`` is what the stage before returned; for the first stage what the app's ``decode`` made of the bytes, or the
     bytes themselves. ``attempt`` counts how often this stage was tried with this message, from 1.
@@ -73,7 +83,7 @@ class Message:
         self._record = record
         self._headers: Headers | None = None
         self.key = record.key()
-        self.value: Any = record.value()
+        self.value: V = record.value()  # type: ignore[assignment]  # the bytes, until they are decoded
         self.partition = record.partition()
         self.offset = record.offset()
         self.attempt = 1
@@ -124,8 +134,8 @@ class Message:
 
     @property
     def event_id(self) -> str:
-        """The header ``event-id``; when missing or empty the position ``topic/partition/offset`` stands in."""
-        return self.header(EVENT_ID) or self.position
+        """The header ``event-id``; when missing or empty, ``topic/partition/offset`` of the message."""
+        return self.header(EVENT_ID) or self.default_event_id
 
     @property
     def type(self) -> str | None:
@@ -140,7 +150,12 @@ class Message:
 
     @property
     def position(self) -> str:
-        """``topic/partition/offset``: unique for ever, and the same in every attempt."""
+        """``topic/partition@offset``, as commands and logs write it: unique, and the same in every attempt."""
+        return f"{self._record.topic()}/{self.partition}@{self.offset}"
+
+    @property
+    def default_event_id(self) -> str:
+        """``topic/partition/offset``. It is stored in other topics: unlike :attr:`position`, its form never changes."""
         return f"{self._record.topic()}/{self.partition}/{self.offset}"
 
     @property

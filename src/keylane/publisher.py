@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keylane.errors import DeliveryError, KafkaError, SettingsError, Undelivered
+from keylane.errors import DeliveryError, SettingsError, Undelivered
 from keylane.event import BY_FUNCTION, Form, encode_value
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Publisher:
     ``bootstrap`` is the broker's address, or the environment's ``KEYLANE_BOOTSTRAP``. Options that begin with
     ``kafka.`` go to the client: ``Publisher("orders", **{"kafka.security.protocol": "SSL"})``.
 
-    Raises :class:`SettingsError` for settings that cannot work, and :class:`KafkaError` when there is no such topic.
+    Raises :class:`SettingsError` for settings that cannot work, and :class:`BrokerError` when there is no such topic.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Publisher:
         **options: Any,
     ) -> None:
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415 - Kafka's client is needed only from here on
-        from keylane.kafka.output import RECORD_OVERHEAD  # noqa: PLC0415
+        from keylane.kafka.rejection import RECORD_OVERHEAD  # noqa: PLC0415
         from keylane.kafka.settings import given_settings  # noqa: PLC0415
 
         for name, function in (("key", key), ("event_id", event_id), ("encode", encode)):
@@ -115,10 +115,9 @@ class Publisher:
         settings = given_settings(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
         cluster.partitions(topic)
-        try:
-            limit = int(cluster.setting(topic, "max.message.bytes")) - RECORD_OVERHEAD
-        except KafkaError:  # it may write there, and not ask about it: the broker decides
-            limit = 1 << 31
+        batch_limit = cluster.rules([topic])[topic].limit
+        # Unless it may not ask about the topic it writes to: then the broker decides.
+        limit = batch_limit - RECORD_OVERHEAD if batch_limit else 1 << 31
         self._form = Form(
             topic=topic,
             key=key,
@@ -135,7 +134,9 @@ class Publisher:
         }
         for name, _ in settings.extra:
             room.pop(name, None)
-        self._producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)}, **room)
+        self._producer = settings.producer(
+            batch_limit=batch_limit, **{"message.timeout.ms": int(timeout * 1000)}, **room
+        )
         self._pid = os.getpid()
         # Over what follows, and over the order in which messages are handed over.
         self._lock = threading.Lock()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane.broker import Broker
-from keylane.spark.session import session
+from keylane.spark import session
 from keylane.testing import Sent, Verdict, check, read_history
-from support import Log
+from support.topics import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _status: list[int] = []
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # A worker of xdist: the last of its exit handlers, for the reason given below.
+        atexit.register(os._exit, 0)
+
+
 def pytest_sessionfinish(exitstatus: int) -> None:
     _status.append(int(exitstatus))
 
@@ -43,7 +49,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     thread that is gone (``init_thread_deregister``): a segmentation fault after the last test had passed, seen once.
     """
     if not _status or hasattr(config, "workerinput"):
-        return  # no test was to run, or xdist's own process waits for this one
+        return  # no test was to run, or a worker of xdist, which has to say first that it has finished
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

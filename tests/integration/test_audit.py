@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import Ledger, SettingsError
+from keylane.audit.audit import WHY, audit, read_ledger
 from keylane.cli.verify import _audit, _facts
-from keylane.spark.audit import WHY, audit
 from keylane.testing import Flaw
-from ledgers import PLANTED, Ledgers
-from tasks import Runner
+from support.ledgers import PLANTED, Ledgers
+from support.tasks import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from keylane.spark.audit import Audit
+    from keylane.audit.audit import Audit
     from keylane.testing import Sent, Verdict
-    from support import Log
+    from support.topics import Log
 
 FLAWS = ("overlap", "overtaken", "lost", "double", "back", "repeat")
 
@@ -88,7 +88,7 @@ def clean_and_planted(ledgers: Ledgers) -> None:
         violation = shown[flaw, b"key-%d" % number]
         assert violation.offset == place * ledgers.keys // 8 + number // 8
         assert len(violation.timeline) > 8
-        assert f"{violation.partition}/{violation.offset - ledgers.keys // 8}" in str(violation)
+        assert f"{violation.partition}@{violation.offset - ledgers.keys // 8}" in str(violation)
     assert at > 0
     overtaken = shown[Flaw.ORDER, b"key-30"]
     assert f"while offset {at + 30 // 8} was not finished" in overtaken.detail
@@ -131,6 +131,26 @@ def test_a_ledger_that_is_none_is_told(few: SparkSession) -> None:
     broken = ledgers.planted().selectExpr("* EXCEPT (started)", "cast(NULL AS bigint) AS started")
     with pytest.raises(SettingsError, match="records of the ledger cannot be read"):
         audit(few, broken)
+
+
+def test_a_ledger_record_that_is_none_is_counted(few: SparkSession) -> None:
+    ledgers = Ledgers(few, 800, 8)
+    bad = [
+        b"", b"{", b"[" * 100_000, b"null", b"\xff", b'{"p": 0}',
+        dumped(s=-(2**63)), dumped(e=2**63 - 1), dumped(m=-1), dumped(w=None), dumped(a=None),
+    ]  # fmt: skip
+    rows = few.createDataFrame([(b"k", value) for value in bad], "key BINARY, value BINARY")
+    columns = ledgers.planted().columns
+    ledger = ledgers.planted().unionByName(read_ledger(rows).select(*columns))
+    found = audit(few, ledger, source=ledgers.source(), until=ledgers.until())
+    assert found.ok
+    assert found.unreadable == len(bad)
+
+
+def dumped(**changed: Any) -> bytes:
+    """A record of a ledger, changed."""
+    record = {"t": "in", "p": 0, "o": 1, "a": 1, "w": "w", "l": "1.1", "s": 1, "e": 2, "r": "ok"}
+    return json.dumps(record | changed).encode()
 
 
 @pytest.mark.slow
@@ -193,7 +213,7 @@ def test_an_operators_hand_is_no_flaw(
     sent = log.send(runner.source, [{"key": b"k%d" % (i % 5), "value": b"%d" % i} for i in range(50)])
     runner.run()
     runner.move(20)
-    history: Any = runner.app.observer
+    history: Any = runner.app.spec.observer
     history.began_again()  # another owner, in the same process
     runner.run(run="r2")
     judge(sent, allow_repeats=1)

@@ -16,8 +16,8 @@ import pytest
 
 from keylane import App, Message, Outcome, Poison, Retry, Transient
 from keylane.testing import Harness, HistoryWriter, check_results
-from support import ids
-from tasks import Runner
+from support.tasks import Runner
+from support.topics import ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from keylane.broker import Broker
     from keylane.testing import Verdict
-    from support import Log
+    from support.topics import Log
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESSAGES, KEYS = 4_000, 200
@@ -50,7 +50,7 @@ def scoring(name: str, folder: Path, sizes: list[int], **settings: Any) -> App:
             raise Poison("five hundred and one")
         return msg.value
 
-    @app.batch_stage(max_size=32, limit=1)
+    @app.batch_stage(max_size=32, max_concurrency=1)
     def double(table: pa.Table) -> pa.Array:
         return pc.multiply(table["value"], 2)
 
@@ -94,7 +94,7 @@ def test_batches_keep_the_order_of_every_key_and_failures_are_each_messages_own(
     letters = {(row.value, row.header("keylane-stage")) for row in log.read(f"{name}.dlq")}
     assert letters == {(b"501", b"check"), (b"1111", b"send")}
     rows = log.read(f"{name}.out")
-    assert {row.header("event-id"): row.value for row in rows} == {
+    assert {row.came_from: row.value for row in rows} == {
         b"e%d" % n: b"%d" % (2 * n) for n in range(MESSAGES) if n not in (501, 1111)
     }
     kept = [row for row in log.read(f"{name}.in") if row.value not in (b"501", b"1111")]
@@ -135,7 +135,7 @@ def test_the_example_scores_every_payment_in_the_order_of_its_card(
     scoring = example
     log.create(scoring.app.source, scoring.app.sink, partitions=scoring.PARTITIONS)
     expected = scoring.publish(broker.bootstrap, 5_000)
-    query = scoring.app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    query = scoring.app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert query.awaitTermination(100)
     found = scoring.read(broker.bootstrap, 4_950)
     assert scoring.judge(expected, found) == []

@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
-from keylane.broker import Broker, BrokerError, PortTakenError, State, cluster, ports, registry
+from keylane.broker import Broker, BrokerState, EmbeddedBrokerError, PortTakenError, cluster, ports, registry
 from keylane.broker.process import Process
 from keylane.cli.broker import app
 
@@ -132,7 +132,7 @@ def test_kafkas_consumer_groups_tool_shows_a_groups_lag(broker: Broker) -> None:
 
 
 def test_a_tool_that_fails_says_why(broker: Broker) -> None:
-    with pytest.raises(BrokerError, match=r"failed with exit code 1:[\s\S]*no-such-option"):
+    with pytest.raises(EmbeddedBrokerError, match=r"failed with exit code 1:[\s\S]*no-such-option"):
         broker.tool(GROUPS, "--no-such-option")
 
 
@@ -160,7 +160,7 @@ def test_two_brokers_run_side_by_side(broker: Broker) -> None:
             not in AdminClient({"bootstrap.servers": broker.bootstrap}).list_topics(timeout=10).topics
         )
         process, data = other.process(1), other.data
-        assert Broker.find(other.id).state is State.RUNNING
+        assert Broker.find(other.id).state is BrokerState.RUNNING
     assert process is not None
     assert not process.alive
     assert not data.exists()
@@ -184,7 +184,7 @@ def test_kept_data_is_found_again_by_the_next_broker(tmp_path: Path) -> None:
         produce(first.bootstrap, "kept", VALUES)
         cluster_id = AdminClient({"bootstrap.servers": first.bootstrap}).list_topics(timeout=10).cluster_id
         used = Broker(data=tmp_path / "kafka")
-        with pytest.raises(BrokerError, match=f"broker {first.id} runs on"):
+        with pytest.raises(EmbeddedBrokerError, match=f"broker {first.id} runs on"):
             used.start()
     with Broker(data=tmp_path / "kafka", keep=False) as second:
         metadata = AdminClient({"bootstrap.servers": second.bootstrap}).list_topics(timeout=10)
@@ -215,7 +215,7 @@ def test_three_nodes_survive_the_loss_of_one_and_take_it_back() -> None:
         assert consume(f"127.0.0.1:{victim.port}", "replicated", 100) == VALUES
         assert trio.state.value == "running"
         assert Broker.find(trio.id).nodes[1].pid == victim.pid
-        with pytest.raises(BrokerError, match="node 2 runs already"):
+        with pytest.raises(EmbeddedBrokerError, match="node 2 runs already"):
             victim.start()
 
 
@@ -262,14 +262,16 @@ def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch
 
 
 def test_a_node_that_does_not_start_shows_its_last_log_lines() -> None:
-    with pytest.raises(BrokerError, match=r"node 1 ended while it was starting[\s\S]*num\.io\.threads"):
+    with pytest.raises(
+        EmbeddedBrokerError, match=r"node 1 ended while it was starting[\s\S]*num\.io\.threads"
+    ):
         Broker(settings={"num.io.threads": "many"}).start()
 
 
 def test_a_start_that_takes_too_long_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[registry.Record] = []
+    seen: list[registry.BrokerRecord] = []
     monkeypatch.setattr(cluster, "_save", seen.append)
-    with pytest.raises(BrokerError, match=r"node 1 was not ready after 0 s"):
+    with pytest.raises(EmbeddedBrokerError, match=r"node 1 was not ready after 0 s"):
         Broker().start(timeout=0.2)
     process = seen[-1].nodes[0].process
     assert process is not None
@@ -321,4 +323,4 @@ def test_the_commands_start_show_and_stop_a_broker_that_outlives_them() -> None:
         assert not os.path.exists(facts["data"])  # noqa: PTH110 - a str
         again = runner.invoke(app, ["stop"])
         assert again.exit_code == 2
-        assert "no broker runs" in again.stderr
+        assert "no running broker" in again.stderr

@@ -15,11 +15,11 @@ import pytest
 from keylane import App, Message, Outcome, Retry, Transient
 from keylane.broker import Broker
 from keylane.testing import HistoryWriter, Sent, check, check_results, read_history
-from support import Log, Running, ids, wait_until
-from tasks import Runner
+from support.tasks import Runner
+from support.topics import Log, Running, wait_until
 
 if TYPE_CHECKING:
-    from support import Row
+    from support.topics import Row
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HOPS = 4
@@ -92,13 +92,15 @@ def test_order_ids_traces_and_origin_times_hold_through_four_apps(
         assert verdict.counts.retried == MESSAGES // 20
 
     rows, origin = log.read(topic(name, HOPS)), log.read(topic(name, 0))
-    first = {row.value: f"{topic(name, 0)}/{row.partition}/{row.offset}".encode() for row in origin}
-    check_results([(row.key, first[row.value]) for row in origin], ids(rows)).raise_if_bad()
+    apps = "/".join(f"{name}-{hop}" for hop in reversed(range(HOPS)))
+    first = {row.value: f"{apps}/{topic(name, 0)}/{row.partition}/{row.offset}".encode() for row in origin}
+    given = [(row.key, first[row.value]) for row in origin]
+    check_results(given, [(row.key, row.header("event-id")) for row in rows]).raise_if_bad()
     for row in rows:
         number = int(row.value or b"")
         names = [header for header, _ in row.headers]
         assert sorted(names) == ["event-id", "origin-time", "traceparent", "tracestate", "tracestate"]
-        assert row.header("event-id") == first[row.value], "the id that the first app gave it"
+        assert row.header("event-id") == first[row.value], "its first position, and the apps it came through"
         assert row.header("traceparent") == TRACE % number
         assert row.header("origin-time") == b"%d" % (1_700_000_000_000 + number)
     middle = log.read(topic(name, 1))

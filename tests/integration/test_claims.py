@@ -11,20 +11,30 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, TopicPartition
 
-from keylane.core.ring import ALL, Slots
-from keylane.errors import FencedError, TakenOverError
-from keylane.kafka.claims import ANSWERS, SAYS_SO_EVERY, Claims, check_still_ours, take_over
+from keylane.errors import BrokerError, FencedError, TakenOverError
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.scribe import Scribe
-from keylane.kafka.state import State
-from keylane.kafka.transactions import leave, transactional
-from support import wait_until
+from keylane.kafka.transactional_client import leave, transactional
+from keylane.kafka.transactional_writer import TransactionalWriter
+from keylane.offsets.slots import ALL, Slots
+from keylane.state import ownership
+from keylane.state.ownership import (
+    ANSWERS,
+    SAYS_SO_EVERY,
+    Ownership,
+    check_still_ours,
+    remember_newest_run,
+    take_over,
+)
+from keylane.state.topic import StateTopic
+from support.state_log import LABELS
+from support.topics import wait_until
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
-    from support import Log
+    from support.topics import Log
 
 
 class Owner:
@@ -44,30 +54,33 @@ class Owner:
         self.slots = slots
         consumer = settings.consumer(app)
         self.app = app
-        self.scribe = Scribe(settings, app, f"{app}.state", consumer.consumer_group_metadata())
+        self.writer = TransactionalWriter(
+            settings, app, f"{app}.state", consumer.consumer_group_metadata(), labels=LABELS
+        )
         consumer.close()
-        self.state = State(settings, app, f"{app}.state", range(2), run, since=since)
+        self.state = StateTopic(settings, app, f"{app}.state", range(2), run, since=since, labels=LABELS)
         self.state.restore()
-        self.claims = Claims(settings, app, self.state, self.scribe, run, who, patience)
+        self.ownership = Ownership(settings, app, self.state, self.writer, run, who, patience)
 
     def claim(self) -> bool:
-        return self.claims.claim(dict.fromkeys(range(2), self.slots))
+        return self.ownership.claim(dict.fromkeys(range(2), self.slots))
 
     def commit(self, offset: int) -> None:
         """Progress and a record, in one transaction."""
 
         async def one() -> None:
-            self.scribe.attach()
-            self.scribe.note(0, b"thing", b"%d" % offset)
-            await self.scribe.commit(lambda: [TopicPartition(f"{self.app}.in", 0, offset)])
+            self.writer.attach()
+            self.writer.note(0, b"thing", b"%d" % offset)
+            async with self.writer.turn():
+                await self.writer.commit_with([TopicPartition(f"{self.app}.in", 0, offset)])
 
         asyncio.run(one())
 
     def release(self) -> None:
         async def one() -> None:
-            self.scribe.attach()
-            self.claims.release()
-            await self.scribe.commit()
+            self.writer.attach()
+            async with self.writer.turn():
+                await self.writer.commit_with(notes=self.ownership.release())
 
         asyncio.run(one())
 
@@ -95,12 +108,12 @@ def test_who_comes_later_fences_who_came_before(log: Log, app: str) -> None:
 
     def lost() -> bool:
         first.state.poll()
-        return first.claims.lost
+        return first.ownership.lost
 
     wait_until(lost, 5, "it can see so before it writes")
-    assert not second.claims.lost
+    assert not second.ownership.lost
     third = Owner(log.settings, app, "third")
-    assert set(third.state.owners[0]) == {second.scribe.id}, "the fenced one's claim was taken back"
+    assert set(third.state.owners[0]) == {second.writer.id}, "the fenced one's claim was taken back"
 
 
 def test_who_lets_go_need_not_be_fenced(log: Log, app: str) -> None:
@@ -118,15 +131,15 @@ def test_a_zombie_in_the_middle_of_a_transaction_loses_it(log: Log, app: str) ->
     zombie.claim()
     zombie.commit(5)
     # It stops after its records were sent, before their commit.
-    zombie.scribe._client.put((f"{app}.state", b"late", b"thing", 0, None, None, 0, []))
-    zombie.scribe._client._producer.flush(5)
+    zombie.writer._client.put((f"{app}.state", b"late", b"thing", 0, None, None, 0, []))
+    zombie.writer._client._producer.flush(5)
     began = time.monotonic()
     heir = Owner(log.settings, app, "heir")
     heir.claim()
     assert time.monotonic() - began < 5
-    assert heir.state.owners[0].keys() == {heir.scribe.id}
+    assert heir.state.owners[0].keys() == {heir.writer.id}
     with pytest.raises(FencedError):
-        zombie.scribe._client.commit([TopicPartition(f"{app}.in", 0, 6)])
+        zombie.writer._client.commit([TopicPartition(f"{app}.in", 0, 6)])
     assert progress(log, app) == 5
     values = [row.value for row in log.read(f"{app}.state")]
     assert b"5" in values
@@ -173,9 +186,9 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
             time.sleep(0.02)
 
         async def say() -> None:
-            old.scribe.attach()
-            old.claims.leaving()
-            await old.scribe.commit()
+            old.writer.attach()
+            old.ownership.leaving()
+            await old.writer.commit()
 
         for _ in range(4):
             asyncio.run(say())
@@ -199,7 +212,7 @@ def test_a_run_is_not_taken_over_by_the_one_before_it_whose_dead_tasks_hide_it(l
     take_over(log.settings, app, f"{app}.state", 2, "r1")
     old = Owner(log.settings, app, "old")
     old.claim()
-    dying = transactional(log.settings, old.scribe.id)
+    dying = transactional(log.settings, old.writer.id)
     dying.begin_transaction()
     for partition in range(2):
         dying.produce(f"{app}.state", b"1", b"thing", partition=partition)
@@ -220,9 +233,9 @@ def test_another_run_that_dies_while_it_is_leaving_is_fenced(log: Log, app: str)
     take_over(log.settings, app, f"{app}.state", 2, "r2")
 
     async def say() -> None:
-        old.scribe.attach()
-        old.claims.leaving()
-        await old.scribe.commit()
+        old.writer.attach()
+        old.ownership.leaving()
+        await old.writer.commit()
 
     asyncio.run(say())
     new = Owner(log.settings, app, "new", run="r2", patience=60)
@@ -250,7 +263,7 @@ def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str
             asked = [pool.submit(take_over, log.settings, app, f"{app}.state", 2, run) for run in runs]
             failed = [one.exception() for one in asked]
         assert all(error is None or isinstance(error, TakenOverError) for error in failed)
-        state = State(log.settings, app, f"{app}.state", range(2), "")
+        state = StateTopic(log.settings, app, f"{app}.state", range(2), "", labels=LABELS)
         state.restore()
         state.close()
         assert state.runs[0]["run"] == state.runs[1]["run"], "the partitions name different runs"
@@ -276,7 +289,7 @@ def test_runs_that_fence_each_other_leave_their_process_alive(log: Log, app: str
     """A fenced client that is destroyed too early frees its error twice: one of some 200 races ended in that."""
     race = (
         "import sys\nfrom concurrent.futures import ThreadPoolExecutor\n"
-        "from keylane.errors import TakenOverError\nfrom keylane.kafka.claims import take_over\n"
+        "from keylane.errors import TakenOverError\nfrom keylane.state.ownership import take_over\n"
         "from keylane.kafka.settings import KafkaSettings\n"
         "settings, app, late = KafkaSettings(sys.argv[1]), sys.argv[2], 0\n"
         "for race in range(400):\n"
@@ -308,21 +321,50 @@ def test_who_wants_to_start_an_app_again_finds_out_that_another_has(log: Log, na
     check_still_ours(log.settings, name, f"{name}.state")  # nobody's
     take_over(log.settings, name, f"{name}.state", 4, "one")
     check_still_ours(log.settings, name, f"{name}.state")
-    another = (
-        "import sys\nfrom keylane.kafka.claims import take_over\nfrom keylane.kafka.settings import KafkaSettings\n"
-        "take_over(KafkaSettings(sys.argv[1]), sys.argv[2], sys.argv[2] + '.state', 4, 'two')"
-    )
-    subprocess.run([sys.executable, "-c", another, log.bootstrap, name], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", ANOTHER, log.bootstrap, name, "two"], check=True, timeout=30)
     with pytest.raises(TakenOverError, match="was taken over by another run, started by"):
         check_still_ours(log.settings, name, f"{name}.state")
+
+
+ANOTHER = (
+    "import sys\nfrom keylane.state.ownership import take_over\nfrom keylane.kafka.settings import KafkaSettings\n"
+    "take_over(KafkaSettings(sys.argv[1]), sys.argv[2], sys.argv[2] + '.state', 4, sys.argv[3])"
+)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_failed_first_take_over_is_not_a_take_over_by_another(
+    log: Log, name: str, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    log.create(f"{name}.state", cleanup_policy="compact")
+    state = f"{name}.state"
+
+    def another(run: str) -> None:
+        subprocess.run([sys.executable, "-c", ANOTHER, log.bootstrap, name, run], check=True, timeout=30)
+
+    another("ended-long-ago")
+    remember_newest_run(log.cluster, name, state)
+    for _ in range(failures):
+        with monkeypatch.context() as away:
+            away.setattr(ownership, "_take_over", no_broker)
+            with pytest.raises(BrokerError, match="could not be taken over"):
+                take_over(log.settings, name, state, 4, "mine")
+        check_still_ours(log.settings, name, state)
+    another("newer")
+    with pytest.raises(TakenOverError, match="was taken over by another run"):
+        check_still_ours(log.settings, name, state)
+
+
+def no_broker(*_given: object) -> dict[int, int]:
+    raise KafkaException(ClientError(ClientError.TOPIC_AUTHORIZATION_FAILED))
 
 
 def test_who_gives_up_in_the_middle_of_a_claim_is_in_nobodys_way(log: Log, app: str) -> None:
     """Its transaction is open, and no claim of it can be read: nobody would know whom to fence."""
     one = Owner(log.settings, app, "one")
-    one.scribe._client.put((f"{app}.state", b"half", b"a claim", 0))
-    one.scribe._client._producer.flush(5)
-    one.scribe.close()
+    one.writer._client.put((f"{app}.state", b"half", b"a claim", 0))
+    one.writer._client._producer.flush(5)
+    one.writer.close()
     other = Owner(log.settings, app, "other")
     began = time.monotonic()
     assert other.claim()
@@ -348,7 +390,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
     owner = Owner(log.settings, app, "killed")
     owner.claim()
     owner.commit(10)
-    client = owner.scribe._client
+    client = owner.writer._client
     client.begin()
     client._producer.send_offsets_to_transaction([TopicPartition(f"{app}.in", 0, 20)], client._group, 10)
     began = time.monotonic()
@@ -361,7 +403,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
 def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log: Log, app: str) -> None:
     """As the planner looks: at the end of the log lies a transaction's mark, of which a reader is told nothing."""
     cluster = Cluster(log.settings)
-    view = State(log.settings, app, f"{app}.state", range(2), "r1", rests=True)
+    view = StateTopic(log.settings, app, f"{app}.state", range(2), "r1", labels=LABELS, rests=True)
     view.restore()
     view.rest()
     for turn in range(3):
@@ -386,8 +428,8 @@ def test_a_task_that_was_stopped_for_a_while_finds_out_that_it_was_replaced(log:
     old, beside = Owner(log.settings, app, "old", slots=low), Owner(log.settings, app, "beside", slots=high)
     old.claim()
     beside.claim()
-    assert not old.claims.lost_by_now(cluster)
+    assert not old.ownership.lost_by_now(cluster)
     Owner(log.settings, app, "new", slots=low).claim()
-    assert not old.claims.lost, "it has not looked"
-    assert old.claims.lost_by_now(cluster)
-    assert not beside.claims.lost_by_now(cluster)
+    assert not old.ownership.lost, "it has not looked"
+    assert old.ownership.lost_by_now(cluster)
+    assert not beside.ownership.lost_by_now(cluster)

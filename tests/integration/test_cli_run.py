@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane.testing import check, check_results, read_history
-from support import Running, ids
+from support.topics import Running, ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 KEYLANE = [sys.executable, "-m", "keylane"]
 
@@ -115,11 +115,11 @@ def test_a_signal_drains_and_the_next_run_catches_up(
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("nosuch:app", "there is no module 'nosuch' here"),
-        ("shop", "needs MODULE:APP"),
+        ("nosuch:app", "module 'nosuch' was not found"),
+        ("shop", "expected MODULE:APP"),
         ("shop:missing", "module 'shop' has no 'missing'; its apps are: app"),
-        ("shop:plain", "is a function, not an App"),
-        ("broken:app", "module 'broken' does not import: ZeroDivisionError"),
+        ("shop:plain", "expected an App, got a function"),
+        ("broken:app", "could not import module 'broken': ZeroDivisionError"),
         ("empty:app", "has no stages"),
         ("shop:app", "topic 'nowhere.in' does not exist"),
     ],

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane.testing import check, check_results, read_history
-from standalone import Standalone
-from support import Running, below, ids, kill, wait_until
+from support.standalone_cluster import Standalone
+from support.topics import Running, below, ids, kill, wait_until
 
 if TYPE_CHECKING:
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 APP = """
 import asyncio
@@ -48,9 +48,9 @@ def ship(folder: Path, name: str, history: Path) -> Path:
     """The app and a module that it needs, in an archive that lies where nobody looks for modules."""
     archive = folder / "parcel" / "shop.zip"
     archive.parent.mkdir()
-    with zipfile.ZipFile(archive, "w") as parcel:
-        parcel.writestr("shop.py", APP.format(name=name, history=str(history)))
-        parcel.writestr("rates.py", "pause = 0.01\n")
+    with zipfile.ZipFile(archive, "w") as package:
+        package.writestr("shop.py", APP.format(name=name, history=str(history)))
+        package.writestr("rates.py", "pause = 0.01\n")
     return archive
 
 
@@ -105,7 +105,7 @@ def test_spark_submit_runs_an_app_as_any_other_job(
         "from pyspark.sql import SparkSession\n"
         "from shop import app\n"
         "spark = SparkSession.builder.getOrCreate()\n"
-        f"query = app.start(spark, bootstrap={broker.bootstrap!r}, availableNow=True)\n"
+        f"query = app.start(spark, bootstrap={broker.bootstrap!r}, available_now=True)\n"
         "query.awaitTermination()\n"
         "spark.stop()\n"
     )

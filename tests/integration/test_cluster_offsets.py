@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import OFFSET_INVALID
 
-from keylane import KafkaError
+from keylane import BrokerError
 from keylane.broker import Broker
 from keylane.kafka import cluster
 from keylane.kafka.cluster import Cluster
-from support import Log
+from support.topics import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ def test_an_offset_that_nobody_knows_is_asked_for_again(
 def test_and_is_an_error_in_the_end(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_NEW_LEADER", 0.3)
     log.create(name, partitions=1)
-    with pytest.raises(KafkaError, match=f"offsets of topic '{name}' could not be read: .*[Ll]eader"):
+    with pytest.raises(BrokerError, match=f"offsets of topic '{name}' could not be read: .*[Ll]eader"):
         asking(log, monkeypatch, 1000).ends(name, [0])
 
 

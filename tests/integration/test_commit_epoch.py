@@ -16,7 +16,7 @@ import pytest
 
 from keylane import App, Message, Poison
 from keylane.testing import HistoryWriter, Verdict, read_history
-from support import Log, at_work, kill, python_workers, wait_until
+from support.topics import Log, at_work, kill, python_workers, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def start(app: App, spark: SparkSession, bootstrap: str, folder: Path, **more: A
         epoch=2,
         format="parquet",
         path=str(folder / "table"),
-        checkpointLocation=str(folder / "checkpoint"),
+        checkpoint_location=str(folder / "checkpoint"),
         **more,
     )
 
@@ -115,13 +115,13 @@ def test_every_result_is_in_parquet_once(
     results = sorted(row.result.decode() for row in rows if row.outcome == "ok")
     assert results == sorted(f'{{"twice":{2 * i}}}' for i in range(10_000) if i % 500 != 123)
     assert all(row.result is None for row in rows if row.outcome == "dead")
-    again = start(scores(name, tmp_path), spark, broker.bootstrap, tmp_path, availableNow=True)
+    again = start(scores(name, tmp_path), spark, broker.bootstrap, tmp_path, available_now=True)
     assert again.awaitTermination(60)
     assert spark.read.parquet(str(tmp_path / "table")).count() == len(rows)
 
 
 if __name__ == "__main__":
-    from keylane.spark.session import session
+    from keylane.spark import session
 
     start(
         scores(sys.argv[1], Path(sys.argv[2])), session("local[2]", "driver"), sys.argv[3], Path(sys.argv[2])

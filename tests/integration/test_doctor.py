@@ -10,11 +10,11 @@ from confluent_kafka import Consumer
 from typer.testing import CliRunner
 
 from keylane.cli.main import app as cli
-from keylane.doctor.facts import App
+from keylane.doctor.facts import AppFacts
 from keylane.doctor.probe_host import bounds, probe_host, probe_spark
 from keylane.doctor.probe_kafka import probe_cluster
 from keylane.kafka.settings import KafkaSettings
-from tasks import Runner
+from support.tasks import Runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pytest
     from pyspark.sql import SparkSession
 
-    from support import Log
+    from support.topics import Log
 
 
 def examine(log: Log, *arguments: str) -> dict[str, Any]:
@@ -55,6 +55,15 @@ def test_an_app_that_is_well_gets_no_warning_and_is_left_as_it_was(
     assert "rights" in found
     assert "no message" in found["clocks"]
     assert (runner.committed(), set(log.cluster.topics())) == (before, topics)
+
+
+def test_new_app_on_an_open_broker_lacks_no_permission(log: Log, name: str) -> None:
+    log.create(f"{name}.in", partitions=1)
+    said = examine(log, name, "--source", f"{name}.in")
+    found = {one["check"]: one for one in said["findings"]}
+    assert found["group"]["found"] == f"group {name!r} does not exist yet: the app's first commit creates it"
+    assert found["rights"]["found"].endswith("nothing is restricted")
+    assert not [one for one in said["findings"] if "allow" in (one.get("remedy") or "")]
 
 
 def test_faults_that_were_planted_at_the_broker_are_found(log: Log, name: str) -> None:
@@ -96,7 +105,7 @@ def test_a_broker_that_does_not_answer_and_a_source_that_is_missing_are_faults(
 ) -> None:
     assert any("does not exist" in text for text in bad(examine(log, name, "--source", f"{name}.nothing")))
     monkeypatch.setattr("keylane.kafka.cluster.TIMEOUT", 1.0)
-    nobody = probe_cluster(KafkaSettings("127.0.0.1:1"), App(name=name, source="x"))
+    nobody = probe_cluster(KafkaSettings("127.0.0.1:1"), AppFacts(name=name, source="x"))
     assert "no Kafka broker answered" in nobody.fault
 
 

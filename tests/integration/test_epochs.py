@@ -7,13 +7,13 @@ import contextlib
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from keylane import App, Message, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results
-from support import wait_until
+from support.topics import ids, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
-    from support import Log
-
-
-def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
-    return [(row.key, row.header("event-id")) for row in rows]
+    from support.topics import Log
 
 
 def append(path: Path) -> None:
@@ -140,7 +136,7 @@ def test_stopping_drains_and_the_next_start_goes_on(
     assert not query.isActive
     done = log.count(f"{name}.out")
     assert done < 40_000, "it had finished before it was stopped: this proves nothing"
-    again = slow_app(name, tmp_path).start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    again = slow_app(name, tmp_path).start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert again.awaitTermination(90)
 
     assert judge(sent).repeats == 0
@@ -166,7 +162,7 @@ def test_a_resource_that_cannot_be_opened_is_named(
     @app.stage
     async def write(msg: Message, database: str) -> None: ...
 
-    query = app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    query = app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     with pytest.raises(
         Exception, match=r"resource 'database' of app .* could not be opened: ConnectionRefusedError: nobody"
     ):
@@ -185,7 +181,7 @@ def test_speculation_is_refused(
     @app.stage
     async def nothing(msg: Message) -> None: ...
 
-    with pytest.raises(Exception, match=r"spark\.speculation is on"):
+    with pytest.raises(Exception, match=r"spark\.speculation must be off"):
         app.start(spark, bootstrap=broker.bootstrap)
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from keylane import App, Message, Outcome, Retry, Transient
 from keylane.testing import HistoryWriter
-from tasks import Runner
+from support.tasks import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from keylane.testing import Verdict
-    from support import Log
+    from support.topics import Log
 
 TYPES = ("OrderPlaced", "OrderPaid", "OrderShipped", "Chatter")
 
@@ -90,13 +90,13 @@ def test_one_topic_with_many_types_keeps_the_order_of_every_entity(
     (letter,) = log.read(f"{name}.dlq")
     assert letter.header("keylane-message") == b"no Paid: amount: Input should be a valid integer"
 
-    expected: dict[bytes, list[bytes]] = {}
+    app, expected = name.encode(), dict[bytes, list[bytes]]()
     for number, message in enumerate(messages):
         kind, of = TYPES[number % 4], expected.setdefault(message["key"], [])
         if kind == "OrderPaid" and number != 501:
-            of += [b"%d" % number, b"%d/invoice" % number]
+            of += [app + b"/%d" % number, app + b":invoice/%d" % number]
         elif kind in ("OrderPlaced", "OrderShipped"):
-            of.append(b"%d" % number)
+            of.append(app + b"/%d" % number)
     found: dict[bytes, list[bytes]] = {}
     for row in log.read(f"{name}.out"):
         found.setdefault(row.key or b"", []).append(row.header("event-id") or b"")

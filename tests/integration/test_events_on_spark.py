@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, Message, Retry, Transient, Versioned
+from keylane import App, Message, Retry, Transient, VersionOrdering
 from keylane.testing import HistoryWriter
-from support import wait_until
+from support.topics import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keylane.broker import Broker
     from keylane.spark.query import LaneQuery
     from keylane.testing import Sent, Verdict
-    from support import Log
+    from support.topics import Log
 
 TYPES = {1: "Created", 2: "Changed", 3: "Changed", 4: "Seen", 5: "Changed", 6: "Closed"}
 PRODUCTS = 60
@@ -41,7 +41,7 @@ def catalogue(name: str, folder: Path) -> App:
         source=f"{name}.in",
         sink=f"{name}.out",
         unhandled="ignore",
-        versions=Versioned(wait=60.0),
+        versions=VersionOrdering(wait=60.0),
         retry=Retry(wait_initial=0.01, wait_max=0.02),
         observer=HistoryWriter(folder / "history"),
     )
@@ -89,7 +89,7 @@ def test_handlers_and_versions_on_spark_with_a_restart_in_the_middle(
             bootstrap=broker.bootstrap,
             format="parquet",
             path=str(tmp_path / "outcomes"),
-            checkpointLocation=str(tmp_path / "checkpoint"),
+            checkpoint_location=str(tmp_path / "checkpoint"),
             **more,
         )
 
@@ -116,7 +116,7 @@ def test_handlers_and_versions_on_spark_with_a_restart_in_the_middle(
     again = [message(n, 2) for n in range(PRODUCTS)]  # stale when it comes, or the first of its version
     second = [one for turn in by_turn[3:] for one in turn] + again
     sent += log.send(f"{name}.in", second)
-    query = start(availableNow=True)
+    query = start(available_now=True)
     assert query.awaitTermination(60)
     assert query.exception() is None
 

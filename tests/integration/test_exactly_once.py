@@ -11,7 +11,7 @@ import pytest
 
 from keylane import App, Message, Poison, Retry, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results
-from support import Log, at_work, ids, kill, wait_until
+from support.topics import Log, at_work, ids, kill, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,13 +105,13 @@ def test_a_second_run_takes_over_and_the_first_one_ends(
 
     # A task each: both fit into Spark's two slots at the same time.
     first = payments(name, tmp_path, sleep=0.01).start(
-        spark, bootstrap=broker.bootstrap, tasks=1, queryName=f"{name}-1"
+        spark, bootstrap=broker.bootstrap, tasks=1, query_name=f"{name}-1"
     )
     offering = threading.Thread(target=offer)
     offering.start()
     wait_until(lambda: log.count(f"{name}.out") > 1000, 30, "the first one works")
     second = payments(name, tmp_path, sleep=0.01).start(
-        spark, bootstrap=broker.bootstrap, tasks=1, queryName=f"{name}-2"
+        spark, bootstrap=broker.bootstrap, tasks=1, query_name=f"{name}-2"
     )
     wait_until(lambda: not first.isActive, 30, "the first one has ended")
     assert "TakenOverError" in str(first.exception())

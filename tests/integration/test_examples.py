@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from keylane.broker import Broker
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("chat", "payments")
+QUICK = ("chat", "payments", "http_sink")
 OTHERS = ("orders", "versions", "backfill")
 
 

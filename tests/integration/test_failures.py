@@ -1,6 +1,6 @@
 """Messages that fail, through real Kafka and real Spark: the policies, attempts, the breaker and the flood guard.
 
-The same promises in virtual time, with every fault: ``unit/test_policies.py``.
+The same promises in virtual time, with every fault: ``unit/engine/test_failure_policies.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from keylane import App, Breaker, CircuitState, FloodError, Message, Poison, Retry, Transient
-from keylane.core.record import Stop
-from keylane.kafka import graveyard
-from keylane.kafka.letter import Kind, Letter
-from keylane.kafka.letters import read_letters
-from keylane.kafka.operator import Operator
-from keylane.kafka.task import Task, TaskPlan
+from keylane import App, Breaker, CircuitState, FailureGuardError, Message, Poison, Retry, Transient
+from keylane.dlq.reader import read_dead_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind
+from keylane.lanes.lane_record import LaneStatus
+from keylane.state.admin import AdminClient
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
-from support import Log, ids, kill, python_workers, wait_until
+from keylane.worker.session import WorkerSession
+from keylane.worker.task import Task, TaskPlan
+from support.topics import Log, ids, kill, python_workers, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from keylane.app import OnFailure
     from keylane.broker import Broker
-    from keylane.kafka.operator import Answer
-    from keylane.kafka.orders import Order
+    from keylane.policies.failure_policy import OnFailure
+    from keylane.state.answers import CommandAnswer
+    from keylane.state.commands import Command
     from keylane.testing import Sent
 
 SOON = Retry(attempts=4, wait_initial=0.02, wait_max=0.1)
@@ -44,9 +44,9 @@ ACTS_WITHIN = 2.0
 """Seconds from an operator's order to the lane that moves."""
 
 
-def letters(log: Log, name: str) -> list[Letter]:
+def letters(log: Log, name: str) -> list[DeadLetter]:
     """The app's dead letters, each partition's in its order."""
-    found = [each for each in read_letters(log.settings, f"{name}.dlq") if isinstance(each, Letter)]
+    found = [each for each in read_dead_letters(log.settings, f"{name}.dlq") if isinstance(each, DeadLetter)]
     return sorted(found, key=lambda letter: (letter.partition, letter.offset))
 
 
@@ -137,7 +137,7 @@ class Shop:
 
         wait_until(so, 30, what)
 
-    def until_stopped(self, operator: Operator, stop: Stop, keys: int) -> None:
+    def until_stopped(self, operator: AdminClient, stop: LaneStatus, keys: int) -> None:
         """So many lanes have been stopped in this way, each at its poisoned message."""
 
         def stopped() -> dict[bytes | None, tuple[int, int]]:
@@ -165,7 +165,7 @@ class Shop:
         self.wait(lambda: self.log.count(out) >= len(rest), f"{len(rest)} results")
         self.wait(lambda: {row.value for row in self.log.read(out)} == rest, "the others are through")
 
-    def released(self, operator: Operator, order: Order) -> None:
+    def released(self, operator: AdminClient, order: Command) -> None:
         """The release of a lane was carried out: its message ran once before, and again soon after the order."""
         assert order.key is not None
         assert acted(operator, order).at < order.at + ACTS_WITHIN
@@ -184,7 +184,7 @@ class Shop:
             if event.outcome is None and (event.partition, event.offset) == self.positions[key]
         ]
 
-    def as_sent(self, letter: Letter) -> bool:
+    def as_sent(self, letter: DeadLetter) -> bool:
         """Whether the letter is its message, byte for byte."""
         assert letter.value is not None
         message = self.load.messages[int(letter.value)]
@@ -197,7 +197,7 @@ class Shop:
         found.raise_if_bad()
 
 
-def acted(operator: Operator, order: Order) -> Answer:
+def acted(operator: AdminClient, order: Command) -> CommandAnswer:
     """The answer to an order, which was carried out."""
     answer = operator.answer(order, 10)
     assert answer is not None, "nobody answered"
@@ -214,7 +214,7 @@ def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
     shop.start()
     shop.until_some_are_through()
     shop.stop()
-    again = shop.app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    again = shop.app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert again.awaitTermination(60)
 
     assert judge(shop.sent).repeats == 0
@@ -222,7 +222,7 @@ def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
     dead = letters(log, name)
     assert {(letter.key, int(letter.value or b"")) for letter in dead} == set(shop.load.poisoned.items())
     assert all(shop.as_sent(letter) for letter in dead)
-    assert [letter.kind for letter in dead] == [Kind.DEAD] * 3
+    assert [letter.kind for letter in dead] == [DeadLetterKind.DEAD] * 3
     assert log.lag(name, f"{name}.in") == 0
 
 
@@ -233,16 +233,16 @@ def test_block_over_a_restart_stops_lanes_at_their_message_until_they_are_releas
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "block", seed=2)
     shop.start()
-    with Operator(log.settings, name) as operator:
-        shop.until_stopped(operator, Stop.BLOCKED, 2)
+    with AdminClient(log.settings, name) as operator:
+        shop.until_stopped(operator, LaneStatus.BLOCKED, 2)
         shop.until_some_are_through()
         shop.stop()
         shop.start()
         shop.until_the_others_are_through()
-        shop.until_stopped(operator, Stop.BLOCKED, 3)
+        shop.until_stopped(operator, LaneStatus.BLOCKED, 3)
         shop.mended.touch()
-        for key, (partition, _) in shop.positions.items():
-            shop.released(operator, operator.order("release", partition=partition, key=key))
+        for key, (partition, offset) in shop.positions.items():
+            shop.released(operator, operator.command("release", partition=partition, key=key, offset=offset))
         shop.until_all_is_done()
         shop.wait(lambda: operator.lanes() == [], "no lane is stopped")
     shop.stop()
@@ -259,19 +259,29 @@ def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "block_and_dlq", seed=3)
     shop.start()
-    with Operator(log.settings, name) as operator:
-        shop.until_stopped(operator, Stop.BLOCKED, 2)
+    with AdminClient(log.settings, name) as operator:
+        shop.until_stopped(operator, LaneStatus.BLOCKED, 2)
         shop.until_some_are_through()
         killed = python_workers()
         for worker in killed:
             kill(worker)
         shop.until_the_others_are_through()
-        shop.until_stopped(operator, Stop.BLOCKED, 3)
+        shop.until_stopped(operator, LaneStatus.BLOCKED, 3)
         shop.mended.touch()
         *released, skipped = shop.positions
         for key in released:
-            shop.released(operator, operator.order("release", partition=shop.positions[key][0], key=key))
-        acted(operator, operator.order("skip", partition=shop.positions[skipped][0], key=skipped))
+            shop.released(
+                operator,
+                operator.command(
+                    "release", partition=shop.positions[key][0], key=key, offset=shop.positions[key][1]
+                ),
+            )
+        acted(
+            operator,
+            operator.command(
+                "skip", partition=shop.positions[skipped][0], key=skipped, offset=shop.positions[skipped][1]
+            ),
+        )
         shop.until_all_is_done()
         shop.wait(lambda: operator.lanes() == [], "no lane is stopped")
     shop.stop()
@@ -282,8 +292,8 @@ def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
     found = letters(log, name)
     assert all(shop.as_sent(letter) for letter in found)
     assert Counter((letter.kind, letter.key) for letter in found) == {
-        **{(Kind.ARCHIVED, key): 1 for key in shop.positions},
-        (Kind.DEAD, skipped): 1,
+        **{(DeadLetterKind.ARCHIVED, key): 1 for key in shop.positions},
+        (DeadLetterKind.DEAD, skipped): 1,
     }
 
 
@@ -294,22 +304,22 @@ def test_park_over_a_restart_puts_lanes_aside_and_a_redrive_puts_them_back_in_or
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "park", seed=4)
     shop.start()
-    with Operator(log.settings, name) as operator:
-        shop.until_stopped(operator, Stop.PARKED, 2)
+    with AdminClient(log.settings, name) as operator:
+        shop.until_stopped(operator, LaneStatus.PARKED, 2)
         shop.until_some_are_through()
         shop.stop()
         shop.start()
         shop.until_all_is_done()  # what is parked is done; the partition goes on
-        shop.until_stopped(operator, Stop.PARKED, 3)
+        shop.until_stopped(operator, LaneStatus.PARKED, 3)
         parked = letters(log, name)
-        assert {letter.kind for letter in parked} == {Kind.PARKED}
+        assert {letter.kind for letter in parked} == {DeadLetterKind.PARKED}
         assert all(shop.as_sent(letter) for letter in parked)
         for key in shop.positions:
             assert [int(letter.value or b"") for letter in parked if letter.key == key] == shop.behind(key)
         assert len(parked) == sum(len(shop.behind(key)) for key in shop.positions)
         shop.mended.touch()
         orders = {
-            key: operator.order("redrive", partition=partition, key=key)
+            key: operator.command("redrive", partition=partition, key=key)
             for key, (partition, _) in shop.positions.items()
         }
         for key, order in orders.items():
@@ -370,7 +380,7 @@ def test_attempts_survive_epochs_that_are_shorter_than_the_backoff(
     starts = [event.at for event in events if event.outcome is None]
     assert all(wait >= 3.9 for wait in (starts[1] - starts[0], starts[2] - starts[1])), "a wait was cut short"
     (letter,) = letters(log, name)
-    assert (letter.value, letter.attempts, letter.kind) == (b"17", 3, Kind.DEAD)
+    assert (letter.value, letter.attempts, letter.kind) == (b"17", 3, DeadLetterKind.DEAD)
     assert judge(sent).repeats == 0
     rows = [row for row in rows if row.value != b"17"]
     check_results(ids(rows), ids(log.read(f"{name}.out"))).raise_if_bad()
@@ -516,7 +526,7 @@ def test_a_bug_that_fails_every_message_stops_the_query_after_a_bounded_number_o
     )
 
     mended.touch()
-    again = app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    again = app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert again.awaitTermination(40)
     results = {row.value for row in log.read(f"{name}.out")}
     assert {row["value"] for row in load} == results | {letter.value for letter in dead}
@@ -537,7 +547,12 @@ def test_a_flood_ends_when_its_letters_are_safe(
     log.create(f"{name}.in", partitions=1)
     sent = log.send(f"{name}.in", [{"key": b"k%d" % (n % 150), "value": b"%d" % n} for n in range(400)])
     slowly = log.settings.producer(**{"linger.ms": 500})
-    monkeypatch.setattr(graveyard, "_producer", lambda _settings: slowly)
+    make = WorkerSession._make
+    monkeypatch.setattr(
+        WorkerSession,
+        "_make",
+        lambda worker_session, use: slowly if use == "letters" else make(worker_session, use),
+    )
     broken = True
     app = App(name, source=f"{name}.in", observer=HistoryWriter(tmp_path / "history"))
 
@@ -552,15 +567,17 @@ def test_a_flood_ends_when_its_letters_are_safe(
             epoch=epoch,
             task=0,
             settings=log.settings,
+            identity=log.cluster.identity(app.source, app.dlq),
             starts={0: 0},
             until=log.cluster.ends(app.source, [0]),
             seconds=40,
-            sink_limit=log.cluster.prepare(app).sink_limit,
+            sink_limit=log.cluster.prepare(app.spec).sink_limit,
+            partitions=1,
         )
-        for _ in Task(app, plan).outcomes():
+        for _ in Task(app.spec, plan).outcomes():
             pass
 
-    with pytest.raises(FloodError, match="the last 50 messages"):
+    with pytest.raises(FailureGuardError, match="the last 50 messages"):
         run(1)
     assert [letter.source_offset for letter in letters(log, name)] == list(range(49))
     assert log.lag(name, app.source) == 400 - 49

@@ -15,7 +15,7 @@ from keylane.broker import Broker
 from keylane.kafka import cluster
 from keylane.spark.source import LaneReader
 from keylane.testing import HistoryWriter, check, check_results, read_history
-from support import Log, Running, wait_until
+from support.topics import Log, Running, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def load(count: int) -> list[dict[str, Any]]:
 
 def assert_whole(log: Log, name: str, sent: list[Any], history: Path, *, repeats: int) -> None:
     check(read_history(history), sent=sent, allow_repeats=repeats).raise_if_bad()
-    pairs = [[(r.key, r.header("event-id")) for r in log.read(f"{name}.{end}")] for end in ("in", "out")]
+    pairs = [[(r.key, r.came_from) for r in log.read(f"{name}.{end}")] for end in ("in", "out")]
     check_results(*pairs, allow_duplicates=bool(repeats)).raise_if_bad()
 
 
@@ -130,11 +130,11 @@ def test_a_driver_that_is_killed_or_ended_without_a_drain_loses_nothing(
     with Running(tmp_path, *arguments) as run:
         run.until(is_past, 60, f"progress past {reached}")
         run.send(signal.SIGTERM)
-        run.says("A second signal ends it now")
+        run.says("A second signal ends the run at once")
         run.send(signal.SIGTERM)
         code, facts = run.ends(within=10)
     assert (code, facts["ended"], facts["drained"]) == (128 + signal.SIGTERM, "stopped", False), run.lines
-    assert "ended without the drain: what was running runs again next time" in run.lines
+    assert "ended without a drain: messages in flight run again next time" in run.lines
 
     with Running(tmp_path, *arguments, "--until-caught-up") as run:
         run.has("java")

@@ -11,15 +11,16 @@ import pytest
 
 from keylane import Message  # noqa: TC001 - stages are looked at when the app is built
 from keylane.errors import FencedError, KeylaneError, TakenOverError
-from keylane.kafka.claims import take_over
 from keylane.kafka.cluster import Cluster
+from keylane.state.ownership import take_over
 from keylane.testing import check, read_history
-from tasks import Runner
+from support.adjust import adjust
+from support.tasks import Runner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support import Log
+    from support.topics import Log
 
 RACES = int(os.environ.get("KEYLANE_RACES", "3"))
 
@@ -35,15 +36,15 @@ class Starter:
         self.runner = Runner(log, name, folder, order="global", on_failure="block")
         self.run = run
         self.ended = ""
-        stage = self.runner.app.stages[0].function
+        stage = self.runner.app.spec.stages[0].function
 
         async def slow(msg: Message) -> bytes:
             await asyncio.sleep(0.01)
             return bytes(await stage(msg))
 
-        self.runner.app.stages.clear()
+        adjust(self.runner.app, stages=())
         self.runner.app.stage(slow)
-        Cluster(log.settings).prepare(self.runner.app)
+        Cluster(log.settings).prepare(self.runner.app.spec)
 
     def start(self, barrier: threading.Barrier, seconds: float | None) -> threading.Thread:
         thread = threading.Thread(target=self._main, args=(barrier, seconds))
@@ -54,7 +55,7 @@ class Starter:
         app, log = self.runner.app, self.runner.log
         barrier.wait()
         try:
-            take_over(log.settings, app.name, app.state, 2, self.run)
+            take_over(log.settings, app.name, app.spec.state, 2, self.run)
             self.runner.run(run=self.run, seconds=seconds)
         except (TakenOverError, FencedError) as error:
             self.ended = type(error).__name__

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, KafkaError, Message, SettingsError
+from keylane import App, BrokerError, Message, SettingsError
 from keylane.kafka import cluster
 from keylane.testing import HistoryWriter, Verdict
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 
 def echo(name: str, **more: Any) -> App:
@@ -50,7 +50,7 @@ def test_odd_messages_come_out_as_they_went_in(
     ]  # fmt: skip
     sent = log.send(f"{name}.in", messages)
     app = echo(name, observer=HistoryWriter(tmp_path / "history"))
-    query = app.start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    query = app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert query.awaitTermination(100)
     judge(sent)
 
@@ -65,10 +65,10 @@ def test_odd_messages_come_out_as_they_went_in(
         ("h", b"\xff\xfe"),
         ("h", b"again"),
         ("none", None),
-        ("event-id", f"{name}.in/{place.partition}/{place.offset}".encode()),
+        ("event-id", f"{name}/{name}.in/{place.partition}/{place.offset}".encode()),
     ]
     assert results[b"late"].timestamp == 1_234_567_890_123
-    assert results[b"late"].headers == [("event-id", b"1"), ("event-id", b"2")]
+    assert results[b"late"].headers == [("event-id", b"1"), ("event-id", f"{name}/2".encode())]
 
     (letter,) = log.read(f"{name}.dlq")
     assert letter.key == b"too large"
@@ -102,10 +102,10 @@ def test_outcome_rows_tell_of_every_message(
     query = app.start(
         spark,
         bootstrap=broker.bootstrap,
-        availableNow=True,
+        available_now=True,
         format="parquet",
         path=str(tmp_path / "outcomes"),
-        checkpointLocation=str(tmp_path / "checkpoint"),
+        checkpoint_location=str(tmp_path / "checkpoint"),
     )
     assert query.awaitTermination(100)
     rows = spark.read.parquet(str(tmp_path / "outcomes")).collect()
@@ -126,11 +126,11 @@ def test_a_topic_that_does_not_exist_is_named(
     log: Log, spark: SparkSession, broker: Broker, name: str
 ) -> None:
     with pytest.raises(
-        KafkaError, match=rf"source of app '{name}', topic '{name}.in' does not exist.*Create it"
+        BrokerError, match=rf"source of app '{name}', topic '{name}.in' does not exist.*Create it"
     ):
         echo(name).start(spark, bootstrap=broker.bootstrap)
     log.create(f"{name}.in")
-    with pytest.raises(KafkaError, match=rf"sink of app '{name}', topic '{name}.out' does not exist"):
+    with pytest.raises(BrokerError, match=rf"sink of app '{name}', topic '{name}.out' does not exist"):
         echo(name).start(spark, bootstrap=broker.bootstrap)
 
 
@@ -138,7 +138,7 @@ def test_a_broker_that_is_not_there_is_named(
     spark: SparkSession, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "TIMEOUT", 1.0)
-    with pytest.raises(KafkaError, match=r"no Kafka broker answered at 127\.0\.0\.1:9 within 1 s"):
+    with pytest.raises(BrokerError, match=r"no Kafka broker answered at 127\.0\.0\.1:9 within 1 s"):
         echo(name).start(spark, bootstrap="127.0.0.1:9")
 
 
@@ -148,10 +148,10 @@ def test_wrong_settings_are_refused_before_anything_starts(
     with pytest.raises(SettingsError, match="has no stages"):
         App(name, source="a").start(spark, bootstrap=broker.bootstrap)
     with pytest.raises(
-        SettingsError, match=r"unknown option 'startingOffset'; did you mean 'startingOffsets'\?"
+        SettingsError, match=r"unknown option 'starting_offset': did you mean 'starting_offsets'\?"
     ):
-        echo(name).start(spark, bootstrap=broker.bootstrap, startingOffset="latest")
+        echo(name).start(spark, bootstrap=broker.bootstrap, starting_offset="latest")  # type: ignore[call-arg]
     with pytest.raises(SettingsError, match=r"option 'kafka\.acks' cannot be set"):
-        echo(name).start(spark, bootstrap=broker.bootstrap, **{"kafka.acks": "1"})
+        echo(name).start(spark, bootstrap=broker.bootstrap, kafka={"acks": "1"})
     with pytest.raises(SettingsError, match="No such configuration property"):
-        echo(name).start(spark, bootstrap=broker.bootstrap, **{"kafka.no.such.thing": "1"})
+        echo(name).start(spark, bootstrap=broker.bootstrap, kafka={"no.such.thing": "1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -12,11 +13,11 @@ from typer.testing import CliRunner
 
 from keylane import App, Message, Poison, Telemetry
 from keylane.cli.main import app as command
-from keylane.kafka import lag_watch
-from keylane.kafka.state import order_stop
+from keylane.state.topic import order_stop
+from keylane.telemetry import lag_monitor as lag_watch
 from keylane.testing import HistoryWriter
-from support import wait_until
-from tasks import Runner
+from support.tasks import Runner
+from support.topics import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import pytest
 
     from keylane.testing import Verdict
-    from support import Log
+    from support.topics import Log
 
 
 def lag(log: Log, *arguments: str, code: int) -> dict[str, Any]:
@@ -76,12 +77,12 @@ def test_a_blocked_lane_is_named_as_what_an_app_is_stuck_on(
         (other,) = (one for one in found["partitions"] if one["state"] != "stuck")
         assert (other["state"], other["lag"]) == ("idle", 0)
     finally:
-        order_stop(log.settings, app.state, 2, "r1")
+        order_stop(log.settings, app.spec.state, 2, "r1")
         running.join()
     monkeypatch.setattr(lag_watch, "GAP", 0.0)
     found = lag(log, name, code=3)  # which topic it reads is in its telemetry
     assert found["topic"] == source
-    assert found["why"][0].startswith("no task of the app runs")
+    assert found["why"][0].startswith("no task of the app is running")
     assert found["why"][1].startswith(f"lane k4 blocked at offset {stands.offset} since ")
 
     skip = ["lanes", "skip", name, "k4", "--wait", "0", "--bootstrap", log.bootstrap]
@@ -109,8 +110,8 @@ def test_the_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
     try:
         commit(3)
         found = lag(log, "--group", f"{name}-group", "--topic", name, code=3)
-        assert (found["lag"], found["state"]) == (7, "stuck")
-        assert found["why"] == ["nothing moved past offset 3 (key k3) in 1 s"]
+        assert (found["lag"], found["state"]) == (7, "not running")
+        assert found["why"] == ["the group has no consumer"]
         assert found["partitions"][0]["oldest"]["key"] == "k3"
         assert 3590 < found["partitions"][0]["oldest"]["age_seconds"] < 3700
         commit(10)
@@ -118,6 +119,41 @@ def test_the_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
         consumer.close()
     found = lag(log, "--group", f"{name}-group", "--topic", name, code=0)
     assert (found["lag"], found["state"], found["why"]) == (0, "idle", [])
+
+
+def test_slow_app_with_global_order_is_not_stuck(log: Log, name: str, tmp_path: Path) -> None:
+    """One message at a time over three partitions: two of them stand still in every look."""
+    source = f"{name}.in"
+    log.create(source, partitions=3)
+    app = App(name, source=source, order="global", on_failure="block", telemetry=Telemetry(interval=0.2))
+
+    @app.stage
+    async def work(_msg: Message) -> None:
+        await asyncio.sleep(0.7)
+
+    old = int((time.time() - 3600) * 1000)
+    log.send(source, [{"key": b"k%d" % n, "value": b"x", "timestamp": old} for n in range(300)])
+    running = threading.Thread(target=Runner(log, name, tmp_path, app=app).run, kwargs={"seconds": 20.0})
+    running.start()
+    try:
+        wait_until(lambda: log.lag(name, source) <= 299, 20, "it works")
+        for _ in range(2):
+            found = lag(log, name, "--topic", source, code=0)
+            assert (found["state"], found["tasks"]) == ("catching up", 1)
+            assert not any("key" in why for one in found["partitions"] for why in one["why"]), found
+    finally:
+        order_stop(log.settings, app.spec.state, 3, "r1")
+        running.join()
+
+
+def test_parked_lane_is_in_the_lag_of_an_idle_app(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", partitions=1)
+    runner = Runner(log, name, tmp_path, on_failure="park")
+    log.send(f"{name}.in", [{"key": b"k", "value": b"%d%s" % (n, b"!" * (n == 3))} for n in range(6)])
+    runner.run()
+    found = lag(log, name, "--topic", f"{name}.in", code=0)
+    assert (found["state"], found["lag"]) == ("idle", 0)
+    assert (found["lanes"], found["dead_letters"]) == ({"blocked": 0, "parked": 1}, 3)
 
 
 def test_an_app_that_never_ran_is_told(log: Log, name: str) -> None:

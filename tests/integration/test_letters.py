@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Producer
 
-from keylane.core.letter import DeadLetter, Failed
-from keylane.errors import KafkaError
-from keylane.kafka.letter import Kind, Letter, LetterRecord, Unreadable
-from keylane.kafka.letterhead import letter_headers
-from keylane.kafka.letters import Repeats, read_letters
+from keylane.dlq.headers import dead_letter_headers
+from keylane.dlq.reader import SeenDeadLetters, read_dead_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, UnreadableDeadLetter
+from keylane.dlq.spool import Spool, SpooledDeadLetter
+from keylane.errors import BrokerError
 from keylane.kafka.settings import KafkaSettings
-from keylane.kafka.spool import Spool, Spooled
+from keylane.policies.failure_info import FailedAttempt, FailureInfo
+from support.state_log import identity
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from keylane.message import Headers
-    from support import Log
+    from support.topics import Log
 
 AT = 1_700_000_000.5
 OWN: Headers = [
@@ -37,10 +38,10 @@ OWN: Headers = [
 ]
 
 
-FAILURES = (Failed(stage="answer", attempt=1, at=AT - 1, error="TimeoutError: 30 ms"),)
+FAILURES = (FailedAttempt(stage="answer", attempt=1, at=AT - 1, error="TimeoutError: 30 ms"),)
 
 
-def because(**more: Any) -> DeadLetter:
+def because(**more: Any) -> FailureInfo:
     given: dict[str, Any] = {
         "stage": "answer",
         "error": "builtins.TimeoutError",
@@ -50,24 +51,32 @@ def because(**more: Any) -> DeadLetter:
         "failed_at": AT,
         "failures": FAILURES,
     }
-    return DeadLetter(**{**given, **more})
+    return FailureInfo(**{**given, **more})
 
 
 def letter(
     name: str,
     partition: int,
     offset: int,
-    kind: Kind = Kind.DEAD,
+    kind: DeadLetterKind = DeadLetterKind.DEAD,
     *,
-    why: DeadLetter | None = None,
+    why: FailureInfo | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """A letter to be produced."""
     message: dict[str, Any] = {"key": b"k%d" % partition, "value": b"\x00value %d" % offset}
     message |= {each: more.pop(each) for each in ("key", "value") if each in more}
     dead = None if more.pop("behind", False) else why or because()
-    context = letter_headers(
-        name, "1.4", kind, f"{name}.in", partition, offset, 1_699_000_000_000 + offset, dead, **more
+    context = dead_letter_headers(
+        name,
+        "1.4",
+        kind,
+        identity(f"{name}.in").source,
+        partition,
+        offset,
+        1_699_000_000_000 + offset,
+        dead,
+        **more,
     )
     return {**message, "partition": partition, "headers": [*OWN, *context]}
 
@@ -96,25 +105,25 @@ def test_letters_of_every_kind_come_back_as_they_were_written_and_rubbish_is_tol
             letter(name, 0, 11, why=because(message="no answer after 32 ms", failed_at=AT + 1), key=None),
             letter(name, 0, 10),  # the same once more, after a crash
             {"partition": 0, "key": b"k", "value": b"not a letter"},
-            letter(name, 1, 5, Kind.PARKED, park=5, why=other),
-            letter(name, 1, 6, Kind.PARKED, park=5, behind=True, at=AT + 11),
-            letter(name, 1, 9, Kind.PARKED, park=5, behind=True, value=None),
-            letter(name, 2, 1, Kind.ARCHIVED, redrives=1, key=b"\xff\xfe"),
+            letter(name, 1, 5, DeadLetterKind.PARKED, park=5, why=other),
+            letter(name, 1, 6, DeadLetterKind.PARKED, park=5, behind=True, at=AT + 11),
+            letter(name, 1, 9, DeadLetterKind.PARKED, park=5, behind=True, value=None),
+            letter(name, 2, 1, DeadLetterKind.ARCHIVED, redrives=1, key=b"\xff\xfe"),
             {
                 "partition": 2,
                 "headers": [("keylane-app", b"x"), ("keylane-topic", b"t"), ("keylane-partition", b"?")],
             },
         ],
     )
-    read = list(read_letters(log.settings, dlq))
-    found = {each.position: each for each in read if isinstance(each, Letter)}
-    wrong = {each.position: each.reason for each in read if isinstance(each, Unreadable)}
-    assert sorted(found) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2", "2/0"]
+    read = list(read_dead_letters(log.settings, dlq))
+    found = {each.position: each for each in read if isinstance(each, DeadLetter)}
+    wrong = {each.position: each.reason for each in read if isinstance(each, UnreadableDeadLetter)}
+    assert sorted(found) == ["0@0", "0@1", "0@2", "1@0", "1@1", "1@2", "2@0"]
     assert wrong == {
-        "0/3": "it has no header 'keylane-app': Keylane did not write it",
-        "2/1": "its header 'keylane-partition' is '?', not a number",
+        "0@3": "it has no header 'keylane-app': Keylane did not write it",
+        "2@1": "its header 'keylane-partition' is '?', not a number",
     }
-    first = found["0/0"]
+    first = found["0@0"]
     assert (first.key, first.value, first.headers) == (b"k0", b"\x00value 10", tuple(OWN))
     assert (first.stage, first.error, first.attempts, first.failed_at) == (
         "answer",
@@ -123,11 +132,11 @@ def test_letters_of_every_kind_come_back_as_they_were_written_and_rubbish_is_tol
         AT,
     )
     assert first.failures == FAILURES
-    assert (found["0/1"].key, found["1/2"].value) == (None, None)
-    assert [found[at].park for at in ("1/0", "1/1", "1/2")] == [5, 5, 5]
-    assert (found["1/1"].error, found["1/1"].failed_at, found["1/2"].failed_at) == (None, AT + 11, None)
-    assert (found["2/0"].kind, found["2/0"].redrives) == (Kind.ARCHIVED, 1)
-    again = LetterRecord(first)
+    assert (found["0@1"].key, found["1@2"].value) == (None, None)
+    assert [found[at].park for at in ("1@0", "1@1", "1@2")] == [5, 5, 5]
+    assert (found["1@1"].error, found["1@1"].failed_at, found["1@2"].failed_at) == (None, AT + 11, None)
+    assert (found["2@0"].kind, found["2@0"].redrives) == (DeadLetterKind.ARCHIVED, 1)
+    again = DeadLetterMessage(first)
     assert (again.topic(), again.partition(), again.offset()) == (f"{name}.in", 0, 10)
     assert (again.headers(), again.timestamp()) == (OWN, (1, 1_699_000_000_010))
 
@@ -141,25 +150,25 @@ def test_letters_of_every_kind_come_back_as_they_were_written_and_rubbish_is_tol
     assert (cause["first"], cause["last"], cause["example"], cause["example_source"]) == (
         AT + 10,
         AT + 11,
-        "1/0",
-        "1/5",
+        "1@0",
+        f"{name}.in/1@5",
     )
     assert facts(log, "list", name, "--kind", "archived", "--key", "hex:fffe")["letters"] == 1
     lines = facts(log, "list", name, "--letters", "--error", "Refused")["list"]
     assert {(line["position"], line["source"], line["behind"]) for line in lines} == {
-        ("1/0", "1/5", False),
-        ("1/1", "1/6", True),
-        ("1/2", "1/9", True),
+        ("1@0", f"{name}.in/1@5", False),
+        ("1@1", f"{name}.in/1@6", True),
+        ("1@2", f"{name}.in/1@9", True),
     }
 
-    shown = facts(log, "show", name, "--source", "0/10")
-    assert (shown["position"], shown["also_at"], shown["source"]) == ("0/2", ["0/0"], "0/10")
-    assert shown == {**facts(log, "show", name, "0/2"), "also_at": ["0/0"]}
+    shown = facts(log, "show", name, "--source", "0@10")
+    assert (shown["position"], shown["also_at"], shown["source"]) == ("0@2", ["0@0"], f"{name}.in/0@10")
+    assert shown == {**facts(log, "show", name, "0@2"), "also_at": ["0@0"]}
     assert shown["value_hex"] == b"\x00value 10".hex()
     assert shown["headers"][2] == {"name": "twice", "value": None}
-    assert facts(log, "show", name, "2/1")["reason"] == wrong["2/1"]
-    assert keylane(log, "show", name, "0/0", "--raw").stdout == b"\x00value 10"
-    assert b"3 letters" not in keylane(log, "list", name).stdout
+    assert facts(log, "show", name, "2@1")["reason"] == wrong["2@1"]
+    assert keylane(log, "show", name, "0@0", "--raw").stdout == b"\x00value 10"
+    assert b"3 dead letters" not in keylane(log, "list", name).stdout
     assert not log.cluster.committed(f"{dlq}.reader", dlq, range(3))
 
 
@@ -167,15 +176,15 @@ def test_a_topic_is_read_whole_in_its_order_or_in_part(log: Log, name: str) -> N
     dlq = f"{name}.dlq"
     log.create(dlq, partitions=3)
     log.send(dlq, [letter(name, n % 2, n) for n in range(4000)])  # nothing in partition 2
-    reader = read_letters(log.settings, dlq)
+    reader = read_dead_letters(log.settings, dlq)
     log.send(dlq, [letter(name, 0, 9_999)])  # too late for this reader
     places: dict[int, list[int]] = {0: [], 1: []}
     for each in reader:
         places[each.partition].append(each.offset)
     assert places == {0: list(range(2000)), 1: list(range(2000))}
-    part = read_letters(log.settings, dlq, partitions=[0, 2], start={0: 1998, 2: 5}, upto={0: 2000})
-    assert [each.position for each in part] == ["0/1998", "0/1999"]
-    dropped = read_letters(log.settings, dlq)
+    part = read_dead_letters(log.settings, dlq, partitions=[0, 2], start={0: 1998, 2: 5}, upto={0: 2000})
+    assert [each.position for each in part] == ["0@1998", "0@1999"]
+    dropped = read_dead_letters(log.settings, dlq)
     next(dropped)
     del dropped
 
@@ -193,7 +202,7 @@ def test_transactions_at_the_end_of_a_partition_do_not_hold_a_reader_up(log: Log
         if ended:
             producer.abort_transaction(10)
         began = time.monotonic()
-        assert [each.position for each in read_letters(log.settings, dlq)] == ["0/0"]
+        assert [each.position for each in read_dead_letters(log.settings, dlq)] == ["0@0"]
         assert time.monotonic() - began < 5
     producer.abort_transaction(10)
 
@@ -201,10 +210,12 @@ def test_transactions_at_the_end_of_a_partition_do_not_hold_a_reader_up(log: Log
 def test_letters_from_the_spool_are_letters_as_all_others(log: Log, name: str, tmp_path: Path) -> None:
     dlq = f"{name}.dlq"
     log.create(dlq, partitions=2)
-    spool = Spool(tmp_path, name)
+    spool = Spool(tmp_path, name, "c1")
     letters = [letter(name, n % 2, n) for n in range(600)]
     for each in letters[:300]:
-        spool.append(Spooled(topic=dlq, timestamp=None, **{**each, "headers": tuple(each["headers"])}))
+        spool.append(
+            SpooledDeadLetter(topic=dlq, timestamp=None, **{**each, "headers": tuple(each["headers"])})
+        )
     spool.close()
     producer: Any = log.settings.producer()
     ended = threading.Event()
@@ -213,11 +224,11 @@ def test_letters_from_the_spool_are_letters_as_all_others(log: Log, name: str, t
         while not ended.is_set():
             producer.poll(0.05)
 
-    def send(entry: Spooled) -> Future[None]:
+    def send(entry: SpooledDeadLetter) -> Future[None]:
         answer: Future[None] = Future()
 
         def report(error: Any, _message: Any) -> None:
-            answer.set_exception(KafkaError(error.str())) if error else answer.set_result(None)
+            answer.set_exception(BrokerError(error.str())) if error else answer.set_result(None)
 
         producer.produce(
             entry.topic,
@@ -230,15 +241,15 @@ def test_letters_from_the_spool_are_letters_as_all_others(log: Log, name: str, t
         )
         return answer
 
-    def refuse_the_last(entry: Spooled) -> Future[None]:
+    def refuse_the_last(entry: SpooledDeadLetter) -> Future[None]:
         if entry.value == b"\x00value 299":
-            raise KafkaError("the broker is gone")
+            raise BrokerError("the broker is gone")
         return send(entry)
 
     serving = threading.Thread(target=serve)
     serving.start()
     try:
-        with pytest.raises(KafkaError, match="is gone"):
+        with pytest.raises(BrokerError, match="is gone"):
             spool.ship(refuse_the_last)
         assert spool.waiting() == 300
         assert spool.ship(send) == 300
@@ -246,8 +257,8 @@ def test_letters_from_the_spool_are_letters_as_all_others(log: Log, name: str, t
         ended.set()
         serving.join()
     assert spool.waiting() == 0
-    read = [each for each in read_letters(log.settings, dlq) if isinstance(each, Letter)]
-    repeats = Repeats()
+    read = [each for each in read_dead_letters(log.settings, dlq) if isinstance(each, DeadLetter)]
+    repeats = SeenDeadLetters()
     once = [each for each in read if not repeats.seen(each)]
     assert len(read) == 599
     assert sorted(each.source_offset for each in once) == list(range(300))
@@ -266,14 +277,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
             ["list", "nobody"],
             f"app 'nobody' has no dead letters: topic 'nobody.dlq' does not exist at {log.bootstrap}",
         ),
-        (["show", name, "4/0"], f"topic '{name}.dlq' has no partition 4: its last is 0"),
-        (["show", name, "0/7"], f"nothing lies at 0/7 of topic '{name}.dlq'"),
+        (["show", name, "4@0"], f"topic '{name}.dlq' has no partition 4: its last is 0"),
+        (["show", name, "0@7"], f"no dead letter at {name}.dlq/0@7"),
         (["list", name, "--key", "k"], f"no dead letter of app '{name}' has the key k"),
     ):
         done = keylane(log, *arguments)
         assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
         assert done.stderr.decode().startswith(f"error: {says}")
-    assert keylane(log, "list", name).stdout.decode() == f"0 letters of 0 lanes in {name}.dlq\n"
+    assert keylane(log, "list", name).stdout.decode() == f"0 dead letters of 0 lanes in {name}.dlq\n"
     monkeypatch.setattr("keylane.kafka.cluster.TIMEOUT", 0.5)
-    with pytest.raises(KafkaError, match=r"no Kafka broker answered at 127\.0\.0\.1:1"):
-        read_letters(KafkaSettings("127.0.0.1:1"), "x.dlq")
+    with pytest.raises(BrokerError, match=r"no Kafka broker answered at 127\.0\.0\.1:1"):
+        read_dead_letters(KafkaSettings("127.0.0.1:1"), "x.dlq")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -18,23 +18,33 @@ from keylane import App, Message, Poison
 from keylane.cli import redrive as redrive_module
 from keylane.cli.arguments import place
 from keylane.cli.main import app as cli
+from keylane.dlq.headers import dead_letter_headers
 from keylane.errors import KeylaneError
-from keylane.kafka.operator import Operator
 from keylane.kafka.settings import KafkaSettings
-from keylane.kafka.state import order_stop
-from keylane.kafka.task import Task, TaskPlan
+from keylane.policies.failure_info import FailureInfo
+from keylane.state.admin import AdminClient, cancel_command, new_command
+from keylane.state.commands import operator_name
+from keylane.state.topic import order_stop
 from keylane.testing import HistoryWriter, Verdict
-from support import Log, wait_until
+from keylane.worker.task import Task, TaskPlan
+from support.tasks import note_plan
+from support.topics import Log, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from keylane.app import OnFailure
+    from keylane.message import Headers
+    from keylane.offsets.identity import TopicIdentity
+    from keylane.policies.failure_policy import OnFailure
+    from keylane.state.commands import Command
     from keylane.testing import Sent
 
 pytestmark = pytest.mark.timeout(60)
 
+LETTER = FailureInfo(
+    stage="work", error="E", message="forged", traceback="", attempts=1, failed_at=1.7e9, failures=()
+)
 ACTS_WITHIN = 2.0
 """Seconds from an operator's command to what comes of it."""
 
@@ -68,7 +78,7 @@ class Shop:
     def at(self, value: str) -> str:
         """Where this message lies in the source."""
         (row,) = (row for row in self.log.read(f"{self.name}.in") if row.value == value.encode())
-        return f"{row.partition}/{row.offset}"
+        return f"{self.name}.in/{row.partition}@{row.offset}"
 
     def running(self) -> _Run:
         self._runs += 1
@@ -77,7 +87,7 @@ class Shop:
             source=f"{self.name}.in",
             sink=f"{self.name}.out",
             on_failure=self._policy,
-            flood=None,
+            failure_guard=None,
             commit_interval=0.2,
             spool=self._folder / "spool",
             observer=HistoryWriter(self._folder / "history", f"run{self._runs}"),
@@ -145,32 +155,35 @@ class _Run:
     error: BaseException | None = None
 
     def __enter__(self) -> Self:
-        topics = self.log.cluster.prepare(self.app)
+        topics = self.log.cluster.prepare(self.app.spec)
         self.partitions = topics.partitions
         plan = TaskPlan(
             run=self.name,
             epoch=0,
             task=0,
             settings=self.log.settings,
+            identity=self.log.cluster.identity(self.app.source, self.app.dlq),
             starts=dict.fromkeys(range(topics.partitions), 0),
+            partitions=topics.partitions,
             until=None,
             seconds=60,
             sink_limit=topics.sink_limit,
             outcomes="none",
         )
+        note_plan(self.log, self.app)
         self._thread = threading.Thread(target=self._work, args=(plan,), daemon=True)
         self._thread.start()
         return self
 
     def _work(self, plan: TaskPlan) -> None:
         try:
-            for _ in Task(self.app, plan).outcomes():
+            for _ in Task(self.app.spec, plan).outcomes():
                 pass
         except BaseException as error:
             self.error = error
 
     def __exit__(self, *_: object) -> None:
-        order_stop(self.log.settings, self.app.state, self.partitions, self.name)
+        order_stop(self.log.settings, self.app.spec.state, self.partitions, self.name)
         self._thread.join(20)
         assert not self._thread.is_alive()
         if self.error is not None:
@@ -186,13 +199,18 @@ def test_a_blocked_lane_is_released_at_once_and_everything_comes_through_in_orde
         shop.wait_for(3)
         wait_until(lambda: len(shop.json("lanes", "list")) == 2, 20, "two lanes have stopped")
         (lane,) = (lane for lane in shop.json("lanes", "list") if lane["key"] == "k1")
-        assert (lane["state"], f"{lane['partition']}/{lane['offset']}") == ("blocked", shop.at("bad2"))
+        assert (lane["state"], f"{shop.name}.in/{lane['partition']}@{lane['offset']}") == (
+            "blocked",
+            shop.at("bad2"),
+        )
         assert (lane["stage"], lane["error"]) == ("work", "keylane.errors.Poison")
         assert "2 blocked" in shop("lanes", "list").ok()
         assert shop.results(b"k1") == ["1"]
 
-        again = shop("lanes", "release", "k1").ok()  # too early: it is blocked again
-        assert "lane k1: released by the task " in again
+        again = shop("lanes", "release", "k1")  # too early: it is blocked again
+        assert "lane k1: released by task " in again.out
+        assert "lane k1: blocked again at offset " in again.out
+        assert again.code == 1
         wait_until(lambda: shop.json("lanes", "show", "k1")["attempts"] == 2, 20, "it is blocked again")
 
         shop.mended |= {b"bad2", b"bad6"}
@@ -202,7 +220,9 @@ def test_a_blocked_lane_is_released_at_once_and_everything_comes_through_in_orde
         assert time.monotonic() - began < ACTS_WITHIN
         shop("lanes", "release", "--at", shop.at("bad6")).ok()
         shop.wait_until_done()
-        assert shop("lanes", "list").ok() == f"no lane of app '{name}' has stopped, and no order stands\n"
+        assert (
+            shop("lanes", "list").ok() == f"no lane of app '{name}' has stopped, and no command is waiting\n"
+        )
         late = shop("lanes", "release", "k1")
         assert (late.code, late.err.partition(".")[0]) == (2, f"lane k1 of app '{name}' has not stopped")
     assert shop.results(b"k1") == ["1", "bad2", "3", "5"]
@@ -229,7 +249,7 @@ def test_a_skipped_message_is_a_dead_letter_and_its_lane_goes_on(
         assert nothing.startswith(f"nothing to redrive in {name}.dlq; left out: 1 archived")
 
         began = time.monotonic()
-        assert "lane k1: skipped by the task " in shop("lanes", "skip", "k1").ok()
+        assert "lane k1: skipped by task " in shop("lanes", "skip", "k1").ok()
         shop.wait_for(2)
         assert time.monotonic() - began < ACTS_WITHIN
         wait_until(lambda: shop.json("lanes", "show", "k1")["offset"] == sent[2].offset, 20, "the next one")
@@ -264,7 +284,7 @@ def test_a_parked_lane_is_redriven_whole_and_in_order(
         assert (part.code, "can only be redriven whole" in part.err) == (2, True)
 
         plan = shop.json("dlq", "redrive", "--lane", "k1", "--dry-run")
-        places = [shop.at(value) for value in ("bad2", "3", "5", "6")]
+        places = [shop.at(value).rpartition("/")[2] for value in ("bad2", "3", "5", "6")]
         assert plan["lanes"] == [
             {"key": "k1", "partition": sent[0].partition, "parked": True, "letters": 4, "order": places}
         ]
@@ -274,18 +294,18 @@ def test_a_parked_lane_is_redriven_whole_and_in_order(
         early = shop("dlq", "redrive", "--lane", "k1")
         assert (early.code, early.out.splitlines()[0]) == (
             1,
-            "4 letters of 1 lane: 0 through, 0 dead again, 4 still parked",
+            "4 dead letters of 1 lane: 0 through, 0 dead again, 4 still parked",
         )
         shop.mended.add(b"bad2")
         redriven = shop("dlq", "redrive", "--stage", "work")
-        assert redriven.ok() == "4 letters of 1 lane: 4 through, 0 dead again, 0 still parked\n"
+        assert redriven.ok() == "4 dead letters of 1 lane: 4 through, 0 dead again, 0 still parked\n"
         assert redriven.seconds < 2 * ACTS_WITHIN
         sent += shop.send("k1=7")
         shop.wait_until_done()
         shop.wait_for(7)
         assert shop.lanes() == {}
         assert shop.json("dlq", "list")["letters"] == 0
-        assert "4 redriven left out (--all)" in shop("dlq", "list").ok()
+        assert "4 redriven, not shown (--all)" in shop("dlq", "list").ok()
         assert shop.json("dlq", "list", "--all")["letters"] == 4
         nothing = f"nothing to redrive in {name}.dlq; left out: 4 redriven before\n"
         assert shop("dlq", "redrive", "--lane", "k1").ok() == nothing
@@ -375,15 +395,19 @@ def test_orders_that_are_given_while_the_app_is_down_are_carried_out_when_it_sta
         shop.wait_for(1)
         shop.wait_for_lanes(a="blocked", b="blocked")
     shop.mended |= {b"bad1", b"bad5"}
-    stands = "the app does not seem to run; the order stands and is carried out when it starts\n"
+    stands = "the app does not seem to be running; it will carry out the command when it starts\n"
     assert shop("lanes", "release", "a", "--wait", "0.5").ok() == stands
     assert shop("lanes", "release", "b", "--wait", "0").ok() == stands
     assert shop("lanes", "skip", "b", "--wait", "0").ok() == stands  # takes its place
     for _ in range(2):
         told = shop("dlq", "redrive", "--lane", "c").ok()
-        assert "the app does not seem to run. 1 order stands, to be carried out when it starts" in told
+        assert (
+            "the app does not seem to be running. 1 command is waiting to be carried out when it starts"
+            in told
+        )
     states = {
-        lane["key"]: (lane["state"], [o["do"] for o in lane["orders"]]) for lane in shop.json("lanes", "list")
+        lane["key"]: (lane["state"], [o["do"] for o in lane["commands"]])
+        for lane in shop.json("lanes", "list")
     }
     assert states == {"a": ("blocked", ["release"]), "b": ("blocked", ["skip"]), "c": (None, ["redrive"])}
     shop.send("c=7")
@@ -397,14 +421,112 @@ def test_orders_that_are_given_while_the_app_is_down_are_carried_out_when_it_sta
     assert shop.results(b"b") == ["4"]
     assert shop.results(b"c") == ["6", "bad5", "7"]
     audit = shop.json("lanes", "audit")
-    assert [(a["key"], a["do"], a["answer"] and a["answer"]["ok"], a["stands"]) for a in audit] == [
+    assert [(a["key"], a["do"], a["answer"] and a["answer"]["ok"], a["waiting"]) for a in audit] == [
         ("c", "skip", True, False),
         ("a", "release", True, False),
-        ("b", "release", None, False),
+        ("b", "release", False, False),
+        ("b", "cancel", True, False),
         ("b", "skip", True, False),
         ("c", "redrive", True, False),
     ]
-    assert "another order took its place" in shop("lanes", "audit").ok()
+    assert "cancelled by " in shop("lanes", "audit").ok()
+
+
+def test_an_order_is_about_the_message_that_was_blocked(log: Log, name: str, tmp_path: Path) -> None:
+    shop = Shop(log, name, tmp_path, "block")
+    first, second, *_ = shop.send("k=bad1", "k=bad2", "k=3", "k=bad4", "k=5")
+    gone = "nothing to do: message {}@{} is not blocked any more"
+
+    def skip(operator: AdminClient, offset: int) -> Command:
+        return operator.command("skip", partition=first.partition, key=b"k", offset=offset)
+
+    with shop.running():
+        shop.wait_for_lanes(k="blocked")
+        with AdminClient(log.settings, name) as operator:
+            heard = operator.wait([skip(operator, first.offset), skip(operator, first.offset)], timeout=10)
+            results = [(answer.ok, answer.result) for answer in heard.answers.values()]
+            assert results == [(True, "done"), (False, gone.format(first.partition, first.offset))]
+            wait_until(lambda: shop.json("lanes", "show", "k")["offset"] == second.offset, 20, "the next one")
+    with AdminClient(log.settings, name) as operator:  # while the app is down
+        given = [skip(operator, second.offset), skip(operator, second.offset)]
+        assert operator.wait(given, timeout=0).answers == {}
+        with shop.running():
+            heard = operator.wait(given, timeout=20)
+            results = [(answer.ok, answer.result) for answer in heard.answers.values()]
+            assert results == [(True, "done"), (False, gone.format(second.partition, second.offset))]
+            shop.wait_for(1)
+            shop.wait_for_lanes(k="blocked")
+            assert f"{name}.in/{first.partition}@{shop.json('lanes', 'show', 'k')['offset']}" == shop.at(
+                "bad4"
+            )
+    assert shop.results(b"k") == ["3"]
+    assert shop.json("dlq", "list")["letters"] == 2
+
+
+def test_a_cancelled_order_is_not_carried_out(log: Log, name: str, tmp_path: Path) -> None:
+    shop = Shop(log, name, tmp_path, "block")
+    (bad,) = shop.send("k=bad")
+    with shop.running():
+        shop.wait_for_lanes(k="blocked")
+    shop("lanes", "skip", "k", "--wait", "0").ok()
+    assert "1 not answered yet" in shop("lanes", "cancel", "k", "--wait", "0").ok()
+    with shop.running(), AdminClient(log.settings, name) as operator:
+        wait_until(lambda: operator.audit()[-1].answer is not None, 20, "the cancel is answered")
+        skip, cancel = (action.answer for action in operator.audit())
+        assert skip is not None
+        assert cancel is not None
+        assert (skip.ok, skip.result.partition("@")[0], cancel.ok) == (
+            False,
+            f"cancelled by {operator_name().partition('@')[0]}",
+            True,
+        )
+        assert shop.lanes() == {"k": "blocked"}
+        # Given at once, the cancel wins; given after the answer, the order has won.
+        command = new_command("skip", partition=bad.partition, key=b"k", offset=bad.offset)
+        both = [command, cancel_command(command)]
+        operator.give(both)
+        heard = operator.wait(both, timeout=10)
+        assert [heard.answers[each.id].ok for each in both] == [False, True]
+        assert shop.lanes() == {"k": "blocked"}
+        command = operator.command("skip", partition=bad.partition, key=b"k", offset=bad.offset)
+        assert operator.answer(command, 10) is not None
+        late = cancel_command(command)
+        operator.give([late])
+        answer = operator.answer(late, 10)
+        assert answer is not None
+        assert (answer.ok, answer.result) == (
+            False,
+            "nothing to do: the order was carried out or cancelled before",
+        )
+        shop.wait_for_letters(1)
+
+
+def test_a_redrive_that_is_cancelled_leaves_the_lane_parked(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
+) -> None:
+    shop = Shop(log, name, tmp_path, "park")
+    sent = shop.send("k=bad", *(f"k={number}" for number in range(40)))
+    with shop.running():
+        shop.wait_for_letters(41)
+        shop.mended.add(b"bad")
+        shop.pace = 0.05
+        shop("dlq", "redrive", "--lane", "k", "--no-wait").ok()
+        shop.wait_for(5)
+        assert " was cancelled\n" in shop("lanes", "cancel", "k").ok()
+        redrive = shop.json("lanes", "audit")[0]["answer"]
+        assert redrive["ok"] is False
+        assert " still parked; cancelled by " in redrive["result"]
+        cut = log.count(f"{name}.out")
+        assert 5 <= cut < 41
+        sent += shop.send("k=40")
+        shop.wait_for_letters(42 - cut)
+        assert shop.lanes() == {"k": "parked"}
+        shop.pace = 0.0
+        shop("dlq", "redrive", "--lane", "k").ok()
+        shop.wait_for(42)
+        shop.wait_for_lanes()
+    assert shop.results(b"k") == ["bad", *map(str, range(41))]
+    assert judge(sent).repeats == 0
 
 
 def test_a_redrive_goes_on_in_the_next_run_where_it_was_cut_off(
@@ -416,7 +538,9 @@ def test_a_redrive_goes_on_in_the_next_run_where_it_was_cut_off(
         shop.wait_for_letters(41)
         shop.mended.add(b"bad")
         shop.pace = 0.05
-        assert shop("dlq", "redrive", "--lane", "k1", "--no-wait").ok().startswith("41 letters of 1 lane\n")
+        assert (
+            shop("dlq", "redrive", "--lane", "k1", "--no-wait").ok().startswith("41 dead letters of 1 lane\n")
+        )
         shop.wait_for(5)
     assert shop.lanes() == {"k1": "parked"}
     cut = log.count(f"{name}.out")
@@ -497,10 +621,10 @@ def test_a_blocked_lane_lets_redriven_messages_pass_and_stays_blocked(
             "blocked at the second",
         )
         shop.mended.add(b"bad1")
-        with Operator(KafkaSettings(log.bootstrap), name) as operator:
+        with AdminClient(KafkaSettings(log.bootstrap), name) as operator:
             (lane,) = operator.lanes()
-            order = operator.order("redrive", partition=lane.partition, key=b"a")
-            answer = operator.answer(order, 10)
+            command = operator.command("redrive", partition=lane.partition, key=b"a")
+            answer = operator.answer(command, 10)
         assert answer is not None
         assert answer.ok
         assert shop.results(b"a") == ["bad1"]
@@ -508,3 +632,39 @@ def test_a_blocked_lane_lets_redriven_messages_pass_and_stays_blocked(
         assert shop("lanes", "release", "a").ok()
         shop.wait_for(3)
         assert shop.results(b"a") == ["bad1", "bad2", "c"]
+
+
+def test_foreign_letters_neither_run_nor_end_a_task(log: Log, name: str, tmp_path: Path) -> None:
+    shop = Shop(log, name, tmp_path, "skip", partitions=1)
+    shop.send("k=bad1")
+    with shop.running():
+        shop.wait_for_letters(1)
+        source = log.cluster.identity(f"{name}.in").source
+
+        def head(app: str, topic: TopicIdentity, partition: int) -> Headers:
+            return dead_letter_headers(app, None, "dead", topic, partition, 17, 0, LETTER)
+
+        forged = [
+            head("other", source, 0),
+            head(name, replace(source, topic="other"), 0),
+            head(name, source, 999),
+            head(name, replace(source, id="before"), 0),
+        ]
+        log.send(
+            f"{name}.dlq",
+            [{"key": b"k", "value": b"forged", "partition": 0, "headers": headers} for headers in forged],
+        )
+        shop.mended.add(b"bad1")
+        assert shop.json("dlq", "list")["unreadable"] == 4
+        assert (
+            shop("dlq", "redrive", "--all")
+            .ok()
+            .startswith("1 dead letter of 1 lane: 1 through, 0 dead again")
+        )
+        with AdminClient(log.settings, name) as operator:  # whatever an order names
+            answer = operator.answer(operator.command("redrive", partition=0, key=b"k", letters=[1, 3]), 10)
+            assert answer is not None
+            assert answer.result.startswith("0 through, 0 dead again")
+        shop.send("k=2")
+        shop.wait_for(2)
+    assert shop.results(b"k") == ["bad1", "2"]

@@ -11,7 +11,7 @@ import pytest
 
 from keylane import App, Message, Retry, Transient
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
-from support import Log, at_work, kill
+from support.topics import Log, at_work, ids, kill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +53,6 @@ def messages(count: int, keys: int, seed: int = 1) -> list[dict[str, Any]]:
     ]
 
 
-def ids(rows: list[Any]) -> list[tuple[bytes, bytes]]:
-    return [(row.key, row.header("event-id")) for row in rows]
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keys", [pytest.param(10, marks=pytest.mark.slow), 5000])
 def test_every_result_once_and_in_the_order_of_its_key(
@@ -70,7 +66,7 @@ def test_every_result_once_and_in_the_order_of_its_key(
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
     sent = log.send(f"{name}.in", messages(50_000, keys))
-    query = chat_app(name, tmp_path / "history").start(spark, bootstrap=broker.bootstrap, availableNow=True)
+    query = chat_app(name, tmp_path / "history").start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert query.awaitTermination(150)
 
     verdict = judge(sent)
@@ -134,4 +130,4 @@ def test_a_killed_worker_loses_nothing_and_repeats_only_since_the_last_commit(
             else:
                 first[place] = event.at
     dead = min(death.values())
-    assert all(dead - at <= app.commit_interval + 1.0 for at in late.values())
+    assert all(dead - at <= app.spec.commit_interval + 1.0 for at in late.values())

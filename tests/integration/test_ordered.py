@@ -12,6 +12,7 @@ from pyspark.sql import functions as f
 from keylane import App, Message, Poison, Retry, SettingsError, Transient, ordered
 from keylane.spark.topic import register
 from keylane.testing import HistoryWriter, check, read_history
+from support.adjust import adjust
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 
 def bank(name: str, history: Path, **settings: Any) -> App:
@@ -97,10 +98,10 @@ def backfill_equals_live(
     query = live.start(
         spark,
         bootstrap=broker.bootstrap,
-        availableNow=True,
+        available_now=True,
         format="parquet",
         path=str(folder / "rows"),
-        checkpointLocation=str(folder / "checkpoint"),
+        checkpoint_location=str(folder / "checkpoint"),
     )
     assert query.awaitTermination(240)
     assert query.exception() is None
@@ -187,7 +188,7 @@ def app() -> App:
 
 @pytest.mark.timeout(120)
 def test_any_table_runs_in_the_order_that_it_names(spark: SparkSession, app: App, tmp_path: Path) -> None:
-    app.observer = HistoryWriter(tmp_path / "history")
+    adjust(app, observer=HistoryWriter(tmp_path / "history"))
     rows = [(f"customer-{i % 20}", f"{(i * 31) % 1_000:03d}", i) for i in range(1_000)]
     table = spark.createDataFrame(rows, "customer string, text string, row long")
     found = ordered(table, app=app, key="customer", value="text", order_by=["text", "row"], partitions=3)
@@ -218,7 +219,7 @@ def test_a_stream_runs_micro_batch_by_micro_batch(
     register(spark)
     log.create(name)
     sent = log.send(name, [{"key": b"k%d" % (i % 30), "value": b"v%d" % i} for i in range(1_500)])
-    app.observer = HistoryWriter(tmp_path / "history")
+    adjust(app, observer=HistoryWriter(tmp_path / "history"))
     rows = (
         spark.readStream.format("keylane.topic")
         .option("kafka.bootstrap.servers", log.bootstrap)
@@ -268,7 +269,7 @@ def test_what_cannot_work_is_told_before_anything_runs(
     assert "rename yours" in complaint(order_by="epoch")
     assert "needs a whole number" in complaint(partitions=0)
     assert "needs a DataFrame" in complaint(frame=[1])
-    assert "needs an App" in complaint(app="shop")
+    assert "must be an App" in complaint(app="shop")
     assert "has no stages" in complaint(app=App("empty", source="in"))
     wrong = table.withColumn("offset", f.lit("x")).withColumn("partition", f.lit(1))
     assert "column 'offset' is a string; as the message's own it has to be a bigint" in complaint(frame=wrong)
@@ -281,7 +282,7 @@ def test_what_cannot_work_is_told_before_anything_runs(
     assert "ordered() over a stream needs order_by='offset'" in complaint(frame=stream)
     placed = stream.selectExpr("key", "value", "1 partition", "at offset")
     blocking = App("blocking", source="in", on_failure="block")
-    blocking.stage(app.stages[0].function)
+    blocking.stage(app.spec.stages[0].function)
     assert "does not go with on_failure='block'" in complaint(frame=placed, order_by="offset", app=blocking)
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import App, Message, Poison
-from keylane.core.record import Stop
-from keylane.kafka.letter import Kind, Letter
-from keylane.kafka.letters import read_letters
-from keylane.kafka.operator import Operator
-from keylane.kafka.orders import Order, me, new_id
+from keylane.dlq.reader import read_dead_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind
+from keylane.lanes.lane_record import LaneStatus
+from keylane.state.admin import AdminClient
+from keylane.state.commands import Command, new_command_id, operator_name
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
-from support import Log, ids, wait_until
+from support.topics import Log, ids, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
-    from keylane.core.record import LaneRecord
+    from keylane.lanes.lane_record import LaneRecord
 
 LANES, POISONED, PER_SECOND, SECONDS = 100, 10, 300, 9
 
@@ -65,9 +65,14 @@ def parked_app(name: str, folder: Path, bad: set[int]) -> App:
     return app
 
 
-def redrive(record: LaneRecord) -> Order:
-    return Order(
-        do="redrive", partition=record.partition, key=record.key, id=new_id(), who=me(), at=time.time()
+def redrive(record: LaneRecord) -> Command:
+    return Command(
+        do="redrive",
+        partition=record.partition,
+        key=record.key,
+        id=new_command_id(),
+        who=operator_name(),
+        at=time.time(),
     )
 
 
@@ -91,12 +96,12 @@ def test_lanes_that_are_redriven_while_their_messages_keep_coming_stay_in_order(
 
     offering = threading.Thread(target=offer)
     offering.start()
-    with Operator(log.settings, name) as operator:
+    with AdminClient(log.settings, name) as operator:
         wait_until(lambda: len(operator.lanes()) == POISONED, 30, "the poisoned lanes are parked")
         time.sleep(max(0.0, began + 4 - time.monotonic()))
         (tmp_path / "mended").touch()
         lanes = {record.key: record for record in operator.lanes()}
-        assert {record.stop for record in lanes.values()} == {Stop.PARKED}
+        assert {record.stop for record in lanes.values()} == {LaneStatus.PARKED}
         assert lanes.keys() == poisoned.keys()
         orders = [redrive(record) for record in lanes.values()]
         operator.give(orders)
@@ -117,8 +122,10 @@ def test_lanes_that_are_redriven_while_their_messages_keep_coming_stay_in_order(
     rows = log.read(f"{name}.in")
     check_results(ids(rows), ids(log.read(f"{name}.out"))).raise_if_bad()
     # The letters: of each poisoned lane the message that failed and some that followed it, without a hole, once.
-    letters = [each for each in read_letters(log.settings, f"{name}.dlq") if isinstance(each, Letter)]
-    assert {letter.kind for letter in letters} == {Kind.PARKED}
+    letters = [
+        each for each in read_dead_letters(log.settings, f"{name}.dlq") if isinstance(each, DeadLetter)
+    ]
+    assert {letter.kind for letter in letters} == {DeadLetterKind.PARKED}
     assert {letter.key for letter in letters} == poisoned.keys()
     for key, order, answer in zip(lanes, orders, answers, strict=True):
         lane = [row.offset for row in rows if row.key == key]

@@ -13,16 +13,22 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from keylane import App
-from keylane.kafka import seat
-from keylane.kafka.fetcher import Batch, Fetcher
-from tasks import Runner
+from keylane.broker import Broker
+from keylane.kafka.fetcher import FetchedBatch, Fetcher
+from keylane.kafka.transactional_client import TransactionalClient
+from keylane.offsets.metadata import stamp
+from keylane.worker import progress as progress_tracker
+from keylane.worker import session as worker_session
+from support.adjust import adjust
+from support.state_log import identity
+from support.tasks import Runner
+from support.topics import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from keylane.testing import Verdict
-    from support import Log
 
 
 @pytest.fixture
@@ -40,6 +46,57 @@ def runner(log: Log, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def messages(count: int) -> list[dict[str, Any]]:
     return [{"key": b"k%d" % (i % 7), "value": b"%d" % i} for i in range(count)]
+
+
+def count_commits(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The offsets in each transaction that commits some."""
+    committed: list[list[int]] = []
+    commit = TransactionalClient.commit
+
+    def counted(self: TransactionalClient, offsets: list[TopicPartition]) -> dict[int, int]:
+        found = commit(self, offsets)
+        if offsets:
+            committed.append([at.offset for at in offsets])
+        return found
+
+    monkeypatch.setattr(TransactionalClient, "commit", counted)
+    return committed
+
+
+def test_offset_of_idle_partition_is_committed_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_tracker, "OFFSET_REFRESH_SECONDS", 1.5)
+    runner.run()
+    committed = count_commits(monkeypatch)
+    runner.run(seconds=5)
+    assert committed
+    assert committed == [[120]] * len(committed)
+    assert 2 <= len(committed) <= 4, "once in a while, not with every commit"
+
+
+def test_idle_partitions_are_not_committed_all_the_time(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.run()
+    committed = count_commits(monkeypatch)
+    runner.run(seconds=3)
+    assert committed == [], "the last epoch committed it in this worker"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_offset_outlives_the_brokers_retention(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_tracker, "OFFSET_REFRESH_SECONDS", 15.0)
+    settings = {"offsets.retention.minutes": 1, "offsets.retention.check.interval.ms": 1000}
+    with Broker(settings=settings) as broker:
+        log = Log(broker.bootstrap)
+        log.create(f"{name}.in", partitions=2)
+        log.send(f"{name}.in", [one | {"partition": 0} for one in messages(5)])
+        runner = Runner(log, name, tmp_path)
+        runner.run()
+        runner.run(seconds=80)
+        assert runner.committed()[0] == 5
 
 
 def offsets(places: list[tuple[int, int]]) -> list[int]:
@@ -68,7 +125,8 @@ def test_a_group_that_was_deleted_goes_on_from_what_spark_knows(
 ) -> None:
     runner.forget()
     assert offsets(runner.run(run="r2", starts={0: 90})) == list(range(90, 120))
-    assert "the group has no offset for it; it is read from 90 on" in caplog.text
+    assert "the group has no committed offset yet: reading from " in caplog.text
+    assert "@90" in caplog.text
     assert runner.committed()[0] == 120, "and the group is there again"
 
 
@@ -84,14 +142,17 @@ def test_a_group_that_nothing_happened_to_gives_no_warning(
     [
         ("kl2:" + base64.b64encode(b"from the future").decode(), "a newer version"),
         ("flink-17", "another program"),
-        ("kl1:" + base64.b64encode(b"\x00\x01garbage").decode(), "damaged"),
-        ("kl1:@", "damaged"),  # it says that its progress lies in the state topic, where there is none
+        ("kl1:" + base64.b64encode(b"\x00\x01garbage").decode() + " own", "damaged"),
+        ("kl1:@ own", "damaged"),  # it says that its progress lies in the state topic, where there is none
+        ("kl1:-", "damaged"),
+        ("kl1:- other-cluster/id", "was copied here"),
     ],
 )
 def test_metadata_that_cannot_be_used_skips_nothing(
-    runner: Runner, caplog: pytest.LogCaptureFixture, metadata: str, said: str
+    runner: Runner, log: Log, caplog: pytest.LogCaptureFixture, metadata: str, said: str
 ) -> None:
-    runner.move(60, metadata)
+    text, _, about = metadata.partition(" ")
+    runner.move(60, stamp(text, log.cluster.identity(runner.source).source) if about == "own" else metadata)
     assert offsets(runner.run()) == list(range(60, 120))
     assert said in caplog.text
 
@@ -102,8 +163,8 @@ def test_a_topic_that_was_made_anew_is_read_from_its_beginning(
     log.delete(runner.source)
     log.create(runner.source, partitions=1)
     log.send(runner.source, messages(30))
-    runner.app.observer = None  # the history knows the old topic's offsets
-    seat._seats.clear()  # as after a restart
+    adjust(runner.app, observer=None)  # the history knows the old topic's offsets
+    worker_session._sessions.clear()  # as after a restart
     assert offsets(runner.run(starts={0: 100})) == list(range(30))
     assert "the topic was made anew" in caplog.text
     assert runner.committed()[0] == 30
@@ -112,7 +173,7 @@ def test_a_topic_that_was_made_anew_is_read_from_its_beginning(
 def test_messages_whose_retention_is_over_are_named(
     runner: Runner, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seat._seats.clear()  # as after a restart
+    worker_session._sessions.clear()  # as after a restart
     admin = log.cluster._admin
     for future in admin.delete_records([TopicPartition(runner.source, 0, 110)]).values():
         future.result(10)
@@ -134,11 +195,11 @@ def test_messages_that_retention_takes_from_under_a_reader_are_named(
     ends: list[int] = []
     failed: list[BaseException] = []
 
-    def deliver(batch: Batch) -> None:
+    def deliver(batch: FetchedBatch) -> None:
         got.extend(record.offset() for record in batch.records.get(0, ()))
         ends.extend(batch.ends.values())
 
-    place = seat.Seat(log.settings, App(name, source=name), 1)
+    place = worker_session.WorkerSession(log.settings, App(name, source=name).spec, 1, identity())
     reader = Fetcher(place.consumer, name, {0: 10}, capacity=100, deliver=deliver, fail=failed.append)
     reader.start()
     try:
@@ -159,7 +220,7 @@ def test_a_log_that_ends_before_what_was_read_ends_the_task(log: Log, name: str)
     log.create(name, partitions=1)
     log.send(name, messages(30))
     failed: list[BaseException] = []
-    place = seat.Seat(log.settings, App(name, source=name), 1)
+    place = worker_session.WorkerSession(log.settings, App(name, source=name).spec, 1, identity())
     reader = Fetcher(
         place.consumer, name, {0: 40}, capacity=100, deliver=lambda _batch: None, fail=failed.append
     )
@@ -203,7 +264,7 @@ def test_what_a_producer_sends_twice_runs_once(
     runner = Runner(log, name, tmp_path)
     assert len(runner.run()) == 40
     if restarted:
-        seat._seats.clear()
+        worker_session._sessions.clear()
     again = log.send(f"{name}.in", events[30:60])  # ten of them a second time
     runner.run()
     copies = {
@@ -230,13 +291,13 @@ def test_a_million_done_above_stuck_ones_never_run_again(
         for i in range(1_000_000 + len(stuck))
     )
     log.send(f"{name}.in", load)
-    runner = Runner(log, name, tmp_path, on_failure="block", flood=None)
-    runner.app.observer = None
+    runner = Runner(log, name, tmp_path, on_failure="block", failure_guard=None)
+    adjust(runner.app, observer=None)
     done = runner.run()
     assert len(done) == 1_000_000
     offset, metadata = runner.committed()
-    assert (offset, metadata) == (0, "kl1:@")
-    seat._seats.clear()  # as after a crash
+    assert (offset, (metadata or "").split(" ")[0]) == (0, "kl1:@")
+    worker_session._sessions.clear()  # as after a crash
     began = time.monotonic()
     assert runner.run(run="r2") == [], "something ran again"
     took = time.monotonic() - began

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, DeliveryError, KafkaError, Message, Publisher
+from keylane import App, BrokerError, DeliveryError, Message, Publisher
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.task import Task, TaskPlan
 from keylane.testing import HistoryWriter, Sent, Verdict, partition_of
+from keylane.worker.task import Task, TaskPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ def process(log: Log, app: App) -> None:
         epoch=1,
         task=0,
         settings=log.settings,
+        identity=log.cluster.identity(app.source, app.dlq),
         starts=dict.fromkeys(partitions, 0),
         until=log.cluster.ends(app.source, partitions),
         seconds=40,
-        sink_limit=Cluster(log.settings).prepare(app).sink_limit,
+        sink_limit=Cluster(log.settings).prepare(app.spec).sink_limit,
+        partitions=len(partitions),
     )
-    for _ in Task(app, plan).outcomes():
+    for _ in Task(app.spec, plan).outcomes():
         pass
 
 
@@ -150,5 +152,5 @@ def test_a_message_that_the_broker_refuses_is_raised_with_all_behind_it(
 
 
 def test_a_topic_or_a_broker_that_is_not_there_is_named(broker: Broker, name: str) -> None:
-    with pytest.raises(KafkaError, match=rf"topic '{name}' does not exist at .*Create it"):
+    with pytest.raises(BrokerError, match=rf"topic '{name}' does not exist at .*Create it"):
         Publisher(name, bootstrap=broker.bootstrap)

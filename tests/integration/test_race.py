@@ -1,4 +1,4 @@
-"""The race on a broker and a Spark of its own, and the sequential baseline of ``keylane run``."""
+"""The race on a broker and a Spark of its own, judged by what each order promises."""
 
 from __future__ import annotations
 

@@ -11,26 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import Retry
-from keylane.core.plan import Plan, Range, make_plan
-from keylane.core.ring import SLOTS, Slots
+from keylane import App, Message, Poison, Retry
 from keylane.errors import TakenOverError
 from keylane.kafka import fetcher
-from keylane.kafka.claims import take_over
-from keylane.kafka.state import State
+from keylane.offsets.assignment import AssignedRange, Assignment, make_plan
+from keylane.offsets.slots import SLOTS, Slots
+from keylane.state.admin import AdminClient
+from keylane.state.ownership import take_over
+from keylane.state.topic import StateTopic
 from keylane.testing import check_results, read_history
-from support import ids, wait_until
-from tasks import Runner
+from keylane.worker import session as worker_session
+from support.adjust import adjust
+from support.tasks import Runner
+from support.topics import ids, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from keylane.testing import Sent, Verdict
-    from support import Log
+    from support.topics import Log
 
 LOW, HIGH = Slots(0, SLOTS // 3), Slots(SLOTS // 3 + 1, SLOTS - 1)
-HALVES = Plan(((Range(0, LOW),), (Range(0, HIGH),)))
+HALVES = Assignment(((AssignedRange(0, LOW),), (AssignedRange(0, HIGH),)))
 
 
 def messages(numbers: range, keys: int = 40) -> list[dict[str, Any]]:
@@ -94,12 +97,12 @@ def test_what_an_owner_wrote_of_its_strips_goes_when_they_are_one_again(
 ) -> None:
     """Also when it has not read back yet what it wrote: whoever cuts the partition next would believe it."""
     log.create(f"{name}.in", partitions=1)
-    runner = Runner(log, name, tmp_path, slow=0.01, commit_interval=0.05, capacity=64)
+    runner = Runner(log, name, tmp_path, slow=0.01, commit_interval=0.05, max_buffered=64)
     sent = log.send(f"{name}.in", messages(range(1000)))
-    runner.run_plan(Plan(((Range(0, LOW),),)))
+    runner.run_plan(Assignment(((AssignedRange(0, LOW),),)))
     with monkeypatch.context() as patched:
         patched.setattr(fetcher, "BATCH", 20)  # so that it writes before all of it is read
-        patched.setattr(State, "poll", lambda _state: False)
+        patched.setattr(StateTopic, "poll", lambda _state: False)
         runner.run()
     assert log.lag(name, f"{name}.in") == 0
     assert runner.run_plan(HALVES) == []
@@ -122,7 +125,9 @@ def test_a_range_that_moves_is_drained_before_its_new_owner_starts_anything_of_i
         wait_until(lambda: (tmp_path / "history").exists() and started() == 3, 10, "three are in flight")
         take_over(log.settings, name, f"{name}.state", 1, "r2")
         other = Runner(log, name, tmp_path, slow=0.01)
-        done = other.run_plan(Plan(((Range(0, Slots(0, 9)),), (Range(0, Slots(10, SLOTS - 1)),))), "r2")
+        done = other.run_plan(
+            Assignment(((AssignedRange(0, Slots(0, 9)),), (AssignedRange(0, Slots(10, SLOTS - 1)),))), "r2"
+        )
         with pytest.raises(TakenOverError):
             first.result()
     assert sorted(done) == [(0, 3), (0, 4), (0, 5)]
@@ -132,3 +137,63 @@ def test_a_range_that_moves_is_drained_before_its_new_owner_starts_anything_of_i
     assert len(ends) == 3
     assert max(ends) < min(begins)
     assert judge(sent).repeats == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["low first", "high first"])
+def test_a_rewind_is_followed_by_a_task_that_begins_later(
+    log: Log, name: str, tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """The first one has committed by then, and has nothing left to do."""
+    log.create(f"{name}.in", partitions=1)
+    runner = Runner(log, name, tmp_path)
+    log.send(f"{name}.in", messages(range(300)))
+    assert len(runner.run_plan(HALVES)) == 300
+    runner.move(100)
+    adjust(runner.app, observer=None, idempotency=None)
+    worker_session._sessions.clear()  # as after a restart
+    again: list[tuple[int, int]] = []
+    for half in order:
+        again += runner.run_plan(Assignment((HALVES.tasks[half],)), "r2", starts={0: 100})
+    assert sorted(again) == [(0, offset) for offset in range(100, 300)]
+    assert runner.committed()[0] == 300
+    assert runner.run_plan(HALVES, "r2") == []
+
+
+def test_records_of_ranges_that_are_gone_are_taken_back(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", partitions=1)
+    broken = True
+    app = App(name, source=f"{name}.in")
+    through: list[bytes] = []
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        if broken and msg.value.endswith(b"!"):
+            raise Poison("broken")
+        through.append(msg.value)
+
+    def names() -> set[bytes]:
+        last = {row.key: row.value for row in log.read(f"{name}.state")}
+        records = (b"load", b"rest", b"redriven", b"versions")
+        return {key for key, value in last.items() if key and value is not None and key.startswith(records)}
+
+    def cut(at: int) -> Assignment:
+        return Assignment(((AssignedRange(0, Slots(0, at)),), (AssignedRange(0, Slots(at + 1, SLOTS - 1)),)))
+
+    runner = Runner(log, name, tmp_path, app)
+    log.send(f"{name}.in", [{"key": b"k%d" % n, "value": b"%d!" % n} for n in range(8)])
+    runner.run_plan(cut(1000))  # all letters are of the second range, in the order of their messages
+    keys = [row.key for row in log.read(f"{name}.dlq")]
+    broken = False
+    for place, at in enumerate([20_000, 40_000, 30_000]):
+        with AdminClient(log.settings, name) as operator:
+            operator.command("redrive", partition=0, key=keys[place], letters=[place])
+        runner.run_plan(cut(at))
+    assert len(through) == 3
+    with AdminClient(log.settings, name) as operator:
+        assert [n for n in range(8) if n in operator.redriven()[0]] == [0, 1, 2]
+    ranges = {str(slots).encode() for slots in (Slots(0, 30_000), Slots(30_001, SLOTS - 1))}
+    assert {name.partition(b"/")[2] for name in names()} <= ranges
+    runner.run()
+    assert {name.partition(b"/")[2] for name in names()} == {b""}
+    with AdminClient(log.settings, name) as operator:
+        assert [n for n in range(8) if n in operator.redriven()[0]] == [0, 1, 2]

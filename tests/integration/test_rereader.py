@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keylane.broker import Broker
-from keylane.errors import KafkaError, SettingsError
-from keylane.kafka import rereader as rereader_module
-from keylane.kafka.rereader import Reread, Rereader
+from keylane.errors import BrokerError, SettingsError
+from keylane.kafka.partition_reader import PartitionReader
 from keylane.kafka.settings import KafkaSettings
-from support import Log
+from keylane.worker import refetch as rereader_module
+from keylane.worker.refetch import Refetched, RefetchReader
+from support.topics import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +35,13 @@ class Caller:
     """Asks, and gathers what comes on the rereader's thread."""
 
     def __init__(self, settings: KafkaSettings, topic: str) -> None:
-        self.parts: dict[int, list[Reread]] = {}
+        self.parts: dict[int, list[Refetched]] = {}
         self.errors: list[BaseException] = []
         self.asked: dict[int, list[int]] = {}
         self._came = threading.Condition()
-        self.rereader = Rereader(settings, "rereader-test", topic, deliver=self.deliver, fail=self.fail)
+        self.refetcher = RefetchReader(settings, "rereader-test", topic, deliver=self.deliver, fail=self.fail)
 
-    def deliver(self, part: Reread) -> None:
+    def deliver(self, part: Refetched) -> None:
         with self._came:
             self.parts.setdefault(part.ticket, []).append(part)
             self._came.notify()
@@ -52,7 +53,7 @@ class Caller:
 
     def ask(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
         self.asked[ticket] = list(offsets)
-        self.rereader.request(ticket, partition, offsets)
+        self.refetcher.request(ticket, partition, offsets)
 
     def complete(self, ticket: int) -> bool:
         return ticket in self.parts and self.parts[ticket][-1].last
@@ -121,7 +122,7 @@ def callers(log: Log) -> Iterator[Callable[..., Caller]]:
 
     yield make
     for caller in made:
-        caller.rereader.close()
+        caller.refetcher.close()
 
 
 def alive() -> list[str]:
@@ -145,7 +146,7 @@ def test_exactly_the_offsets_asked_for_come_in_order(callers: Callable[..., Call
     caller.ask(6, 1, [])
     caller.wait()
     assert [(list(p.records), list(p.missing), p.last) for p in caller.parts[6]] == [([], [], True)]
-    assert caller.rereader.open == 0
+    assert caller.refetcher.open == 0
 
 
 def test_overlapping_requests_share_one_pass(callers: Callable[..., Caller], topic: str) -> None:
@@ -159,7 +160,7 @@ def test_overlapping_requests_share_one_pass(callers: Callable[..., Caller], top
     for ticket, partition in partition_of.items():
         caller.check(ticket, partition)
     # Those that came after the pass had begun, and before its place, needed one more.
-    assert caller.rereader.scanned < 2.5 * MESSAGES
+    assert caller.refetcher.scanned < 2.5 * MESSAGES
 
 
 def test_slice_after_slice_of_many_lanes_reads_the_log_about_once(
@@ -175,7 +176,7 @@ def test_slice_after_slice_of_many_lanes_reads_the_log_about_once(
         caller.wait()
     for number in range(1, ticket + 1):
         caller.check(number, 1)
-    assert caller.rereader.scanned < 6 * 6600, "and not sixty times"
+    assert caller.refetcher.scanned < 6 * 6600, "and not sixty times"
 
 
 def test_the_same_offset_for_two_tickets_comes_to_both(callers: Callable[..., Caller], topic: str) -> None:
@@ -196,13 +197,13 @@ def test_a_request_far_behind_is_served_before_a_long_pass_ends(
     served: list[int] = []
     deliver = caller.deliver
 
-    def slowly(part: Reread) -> None:
+    def slowly(part: Refetched) -> None:
         if part.ticket == 1 and len(caller.parts.get(1, [])) == 5:
             caller.ask(2, 0, range(100))
         served.append(part.ticket)
         deliver(part)
 
-    caller.rereader._deliver = slowly
+    caller.refetcher._deliver = slowly
     caller.ask(1, 0, range(6600))
     caller.wait(1, timeout=30)
     caller.wait()
@@ -277,21 +278,21 @@ def test_a_cancelled_ticket_ends_and_the_others_do_not(callers: Callable[..., Ca
     caller = callers(topic)
     deliver = caller.deliver
 
-    def cancelling(part: Reread) -> None:
+    def cancelling(part: Refetched) -> None:
         deliver(part)
-        caller.rereader.cancel(1)
+        caller.refetcher.cancel(1)
 
-    caller.rereader._deliver = cancelling
+    caller.refetcher._deliver = cancelling
     caller.ask(1, 0, range(6600))
     caller.ask(2, 0, range(0, 6600, 2))
     caller.wait(2)
     caller.check(2, 0)
     assert not caller.complete(1)
-    caller.rereader.cancel(1)
-    caller.rereader.cancel(99)
+    caller.refetcher.cancel(1)
+    caller.refetcher.cancel(99)
     caller.ask(3, 0, [1])
     caller.wait(3)
-    assert caller.rereader.open == 0
+    assert caller.refetcher.open == 0
 
 
 def test_it_closes_promptly_whatever_it_does(callers: Callable[..., Caller], topic: str) -> None:
@@ -302,10 +303,10 @@ def test_it_closes_promptly_whatever_it_does(callers: Callable[..., Caller], top
     time.sleep(0.3)
     for caller in (idle, never, busy):
         began = time.monotonic()
-        caller.rereader.close()
+        caller.refetcher.close()
         assert time.monotonic() - began < 2
     assert not alive()
-    idle.rereader.request(2, 0, [1])
+    idle.refetcher.request(2, 0, [1])
     assert not alive(), "closed is closed"
 
 
@@ -317,9 +318,9 @@ def test_nothing_is_fetched_ahead_for_nobody(
     caller.ask(1, 0, [1])
     caller.wait()
     deadline = time.monotonic() + 10
-    while caller.rereader._parts[0].position is not None and time.monotonic() < deadline:
+    while caller.refetcher._parts[0].position is not None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert caller.rereader._parts[0].position is None
+    assert caller.refetcher._parts[0].position is None
     caller.ask(2, 0, [5])
     caller.wait()
     caller.check(2, 0)
@@ -343,16 +344,16 @@ def test_a_topic_that_was_deleted_is_an_error(
     caller.ask(2, 0, [2])
     with pytest.raises(AssertionError, match="cannot be read again"):
         caller.wait()
-    assert isinstance(caller.errors[0], KafkaError)
+    assert isinstance(caller.errors[0], BrokerError)
     assert name in str(caller.errors[0])
 
 
 def test_settings_the_client_refuses_are_an_error() -> None:
     errors: list[BaseException] = []
     odd = KafkaSettings("127.0.0.1:1", (("no.such.setting", "1"),))
-    rereader = Rereader(odd, "app", "topic", deliver=lambda _: None, fail=errors.append)
-    rereader.request(1, 0, [1])
-    rereader.close()
+    refetcher = RefetchReader(odd, "app", "topic", deliver=lambda _: None, fail=errors.append)
+    refetcher.request(1, 0, [1])
+    refetcher.close()
     assert isinstance(errors[0], SettingsError)
 
 
@@ -367,12 +368,12 @@ def test_an_outage_is_waited_out(log: Log, name: str, monkeypatch: pytest.Monkey
         begun, go_on = threading.Event(), threading.Event()
         deliver = caller.deliver
 
-        def slowly(part: Reread) -> None:
+        def slowly(part: Refetched) -> None:
             deliver(part)
             begun.set()
             go_on.wait(30)
 
-        caller.rereader._deliver = slowly
+        caller.refetcher._deliver = slowly
         try:
             for partition in range(PARTITIONS):
                 caller.ask(partition, partition, range(0, 6600, 2))
@@ -385,7 +386,7 @@ def test_an_outage_is_waited_out(log: Log, name: str, monkeypatch: pytest.Monkey
             caller.wait()
         finally:
             go_on.set()
-            caller.rereader.close()
+            caller.refetcher.close()
     for ticket in (0, 1, 2, 10):
         caller.check(ticket, ticket % 10)
 
@@ -486,8 +487,9 @@ def test_whatever_is_asked_for_comes_once_and_in_order_and_only_holes_are_missin
     logs = [sorted(rng.sample(range(200), rng.randint(0, 200))) for _ in range(2)]
     consumer: Any = UnreliableConsumer(logs, [201, 201], rng)
     caller = Caller(KafkaSettings("nowhere"), "topic")
-    rereader = caller.rereader
-    rereader._thread = threading.current_thread()  # this one drives it
+    refetcher = caller.refetcher
+    refetcher._thread = threading.current_thread()  # this one drives it
+    refetcher._reader = PartitionReader(consumer, "topic")
     partition_of: dict[int, int] = {}
     cancelled: set[int] = set()
     with (
@@ -504,16 +506,16 @@ def test_whatever_is_asked_for_comes_once_and_in_order_and_only_holes_are_missin
             )
             caller.ask(ticket, partition_of[ticket], sorted(offsets))
             for _ in range(data.draw(st.integers(0, 12))):
-                if rereader.open or not rereader._orders.empty():
-                    rereader._step(consumer)
+                if refetcher.open or not refetcher._orders.empty():
+                    refetcher._step(consumer)
             if data.draw(st.integers(0, 9)) == 0 and not caller.complete(ticket):
-                rereader.cancel(ticket)
+                refetcher.cancel(ticket)
                 cancelled.add(ticket)
         steps = 0
-        while rereader.open or not rereader._orders.empty():
-            if not any(part.asked or part.late for part in rereader._parts.values()):
-                rereader._orders.put(-1)  # nobody's ticket: not to wait for the next one
-            rereader._step(consumer)
+        while refetcher.open or not refetcher._orders.empty():
+            if not any(part.asked or part.late for part in refetcher._parts.values()):
+                refetcher._orders.put(-1)  # nobody's ticket: not to wait for the next one
+            refetcher._step(consumer)
             steps += 1
             assert steps < 1000
     assert not caller.errors
@@ -535,11 +537,11 @@ def test_how_fast_it_is(callers: Callable[..., Caller], log: Log, name: str) -> 
         caller = callers(name)
         caller.ask(0, 0, [count - 1])  # connected, and nothing of what follows fetched ahead
         caller.wait()
-        scanned, began = caller.rereader.scanned, time.monotonic()
+        scanned, began = caller.refetcher.scanned, time.monotonic()
         caller.ask(1, 0, offsets)
         caller.wait()
         took = time.monotonic() - began
-        scanned = caller.rereader.scanned - scanned
+        scanned = caller.refetcher.scanned - scanned
         assert [record.offset() for part in caller.parts[1] for record in part.records] == list(offsets)
         print(f"\n{what}: {scanned} messages scanned in {took:.2f} s, {scanned / took:,.0f} a second")  # noqa: T201
-        caller.rereader.close()
+        caller.refetcher.close()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import App, Message
-from keylane.kafka.claims import take_over
 from keylane.spark import jvm
+from keylane.state.ownership import take_over
 from keylane.testing import check, check_results, read_history
-from support import Running, ids, kill, processes, python_workers, wait_until
+from support.topics import Running, ids, kill, processes, python_workers, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 pytestmark = pytest.mark.slow  # minutes on two cores: make soak
 APP = """
 import asyncio, os
 from pathlib import Path
 from keylane import App, Message
-from keylane.kafka.claims import take_over
+from keylane.state.ownership import take_over
 from keylane.testing import HistoryWriter
 
 app = App("{name}", source="{name}.in", sink="{name}.out", observer=HistoryWriter("{folder}/history"))
@@ -71,7 +71,7 @@ def test_a_failed_query_is_started_again_and_a_dead_jvm_too_until_another_run_ta
         sent += log.send(f"{name}.in", load(2_000, 3_000))
         run.until(lambda: log.count(f"{name}.out") > before, 30, "it is in the middle of it")
         kill(run.has("java"))
-        run.says("the query failed: Spark's JVM is gone")
+        run.says("the query failed: Spark's JVM ended")
         run.says("runs again", 2)
         run.until(lambda: log.lag(name, f"{name}.in") == 0, 60, "everything is done")
 
@@ -82,7 +82,7 @@ def test_a_failed_query_is_started_again_and_a_dead_jvm_too_until_another_run_ta
     assert (facts["ended"], facts["lag"], facts["processed"]) == ("failed", 0, 3_000)
     assert facts["error"].startswith(f"app '{name}' was taken over by another run, started by ")
     assert f"error: {facts['error']}" in run.lines
-    assert "is not started again" in run.lines[-1]
+    assert "will not restart" in run.lines[-1]
     assert "Traceback" not in "".join(run.lines)
     check(read_history(tmp_path / "history"), sent=sent, allow_repeats=5).raise_if_bad()
     pairs = [ids(log.read(f"{name}.{end}")) for end in ("in", "out")]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane.testing import check, check_results, read_history
-from support import Running, ids, wait_until
+from support.topics import Running, ids, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from keylane.broker import Broker
-    from support import Log
+    from support.topics import Log
 
 pytestmark = pytest.mark.slow  # minutes on two cores: make soak
 DRAIN = 2
@@ -116,7 +116,7 @@ def test_a_stop_in_every_phase(log: Log, broker: Broker, name: str, tmp_path: Pa
         run.send(signal.SIGTERM)
         code, facts = run.ends(within=DRAIN + 15)
     assert (code, facts["ended"], facts["drained"]) == (4, "stopped", False), run.lines
-    assert any("what was running runs again next time" in line for line in run.lines)
+    assert any("messages in flight run again next time" in line for line in run.lines)
 
     (tmp_path / "mended").touch()
     with Running(tmp_path, *arguments, "--until-caught-up") as run:
@@ -141,4 +141,4 @@ def test_a_spark_that_stands_still_is_ended(log: Log, broker: Broker, name: str,
         run.send(signal.SIGTERM)
         code, facts = run.ends(within=DRAIN + 30)
     assert (code, facts["ended"], facts["drained"]) == (4, "stopped", False), run.lines
-    assert any("Spark has not ended within 22 s and is ended now" in line for line in run.lines)
+    assert any("Spark did not end within 22 s; ending it now" in line for line in run.lines)

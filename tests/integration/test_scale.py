@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from keylane import App, Message, Retry, Transient
 from keylane.cli.main import app as cli
 from keylane.testing import HistoryWriter, check_results, read_history
-from support import Log, ids, wait_until
+from support.topics import Log, ids, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from keylane import App, HotKey, Message
-from keylane.engine import skew
+from keylane.engine import hot_keys as skew
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.task import Task, TaskPlan
 from keylane.spark.outcomes import to_arrow
 from keylane.testing import HistoryWriter, Verdict
+from keylane.worker.task import Task, TaskPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from support import Log
+    from support.topics import Log
 
 
 def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
@@ -45,7 +45,7 @@ def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
     )
     ended: dict[str, float] = {}
     told: list[HotKey] = []
-    app = App(name, source=source, capacity=600, observer=HistoryWriter(tmp_path / "history"))
+    app = App(name, source=source, max_buffered=600, observer=HistoryWriter(tmp_path / "history"))
     app.on_hot(told.append)
 
     @app.stage
@@ -58,13 +58,15 @@ def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
         epoch=1,
         task=0,
         settings=log.settings,
+        identity=log.cluster.identity(app.source, app.dlq),
         starts={0: 0},
         until=log.cluster.ends(source, [0]),
         seconds=50,
-        sink_limit=Cluster(log.settings).prepare(app).sink_limit,
+        sink_limit=Cluster(log.settings).prepare(app.spec).sink_limit,
+        partitions=1,
     )
     began = time.monotonic()
-    task = Task(app, plan)
+    task = Task(app.spec, plan)
     rows: list[Any] = [
         row
         for batch in task.outcomes()

@@ -17,18 +17,19 @@ from typer.testing import CliRunner
 
 from keylane import App, Message
 from keylane.cli.main import app as command
-from keylane.core.telemetry import decode
-from keylane.kafka import telemetry
-from keylane.kafka.exporter import Exporter
-from listening import make
-from support import wait_until
-from tasks import Runner
+from keylane.outcome import Outcome
+from keylane.telemetry.prometheus import Exporter
+from keylane.telemetry.snapshot import decode
+from keylane.worker import telemetry_sender as telemetry
+from support.listening import make
+from support.tasks import Runner
+from support.topics import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from keylane.testing import Verdict
-    from support import Log
+    from support.topics import Log
 
 
 def fill(log: Log, source: str, number: int = 600) -> list[Any]:
@@ -67,7 +68,8 @@ def test_every_interval_a_record_says_what_a_task_does(
     assert len(rows) >= 2
     assert [row.done for row in rows] == sorted(row.done for row in rows)
     last = rows[-1]
-    assert (last.done, last.ok, last.dead, last.retries, last.held, last.dropped) == (600, 599, 1, 1, 0, 0)
+    assert (last.done, last.retries, last.held, last.dropped) == (600, 1, 0, 0)
+    assert +last.outcomes == {Outcome.OK: 599, Outcome.DEAD: 1}
     assert (last.app, last.source, last.run, last.epoch, last.task) == (name, runner.source, "r1", 1, 0)
     ends = log.cluster.ends(runner.source, [0, 1])
     assert {p: (at.watermark, at.position, at.lag) for p, at in last.partitions.items()} == {

@@ -17,13 +17,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 
 from keylane import App, Message, Poison
 from keylane.broker import Broker
-from keylane.core.record import Stop
-from keylane.kafka.letter import Kind, Letter
-from keylane.kafka.letters import read_letters
-from keylane.kafka.operator import Operator
-from keylane.kafka.spool import Spool
+from keylane.dlq.reader import read_dead_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind
+from keylane.dlq.spool import Spool
+from keylane.lanes.lane_record import LaneStatus
+from keylane.state.admin import AdminClient
 from keylane.testing import HistoryWriter, Verdict, check_results
-from support import Log, Row, ids, wait_until
+from support.topics import Log, Row, ids, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,7 @@ def bad(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.header("bad")]
 
 
-def assert_buried(rows: list[Row], letters: list[Letter], name: str) -> None:
+def assert_buried(rows: list[Row], letters: list[DeadLetter], name: str) -> None:
     """Each of these messages is among the letters once, byte for byte, with the failure's context."""
     found = {(letter.source_partition, letter.source_offset): letter for letter in letters}
     assert len(found) == len(letters), "a letter is there twice"
@@ -95,14 +95,18 @@ def assert_buried(rows: list[Row], letters: list[Letter], name: str) -> None:
     for row in rows:
         letter = found[row.partition, row.offset]
         assert (letter.key, letter.value, list(letter.headers)) == (row.key, row.value, row.headers)
-        assert (letter.timestamp, letter.topic, letter.kind) == (row.timestamp, f"{name}.in", Kind.DEAD)
+        assert (letter.timestamp, letter.topic, letter.kind) == (
+            row.timestamp,
+            f"{name}.in",
+            DeadLetterKind.DEAD,
+        )
         assert (letter.stage, letter.error, letter.message) == ("work", "keylane.errors.Poison", "no good")
         assert (letter.app, letter.app_version, letter.attempts) == (name, "7.1", 1)
         assert letter.traceback is not None
 
 
-def in_topic(log: Log, name: str) -> list[Letter]:
-    return [each for each in read_letters(log.settings, f"{name}.dlq") if isinstance(each, Letter)]
+def in_topic(log: Log, name: str) -> list[DeadLetter]:
+    return [each for each in read_dead_letters(log.settings, f"{name}.dlq") if isinstance(each, DeadLetter)]
 
 
 def survive(
@@ -113,7 +117,7 @@ def survive(
     *,
     break_it: Callable[[], None],
     mend_it: Callable[[], None],
-) -> tuple[list[Sent], list[Row], list[Letter]]:
+) -> tuple[list[Sent], list[Row], list[DeadLetter]]:
     """An app whose dead-letter topic breaks and is mended. Returns what was sent, what came meanwhile, the letters."""
     log.create(f"{name}.in", f"{name}.out")
     query = tiered_app(name, folder, folder / "spool").start(spark, bootstrap=log.bootstrap)
@@ -121,7 +125,7 @@ def survive(
     wait_until(lambda: log.lag(name, f"{name}.in") == 0, 30, "it runs")
     assert log.count(f"{name}.dlq") == 1
     before = log.count(f"{name}.in")
-    spool = Spool(folder / "spool", name)
+    spool = Spool(folder / "spool", name, log.cluster.identity(f"{name}.in").source.cluster)
     assert spool.waiting() == 0
 
     break_it()
@@ -246,11 +250,11 @@ def test_a_lane_stops_when_neither_topic_nor_spool_takes_its_letter_and_nothing_
     def results() -> set[bytes | None]:
         return {row.value for row in log.read(f"{name}.out")}
 
-    with Operator(log.settings, name) as operator:
+    with AdminClient(log.settings, name) as operator:
         wait_until(lambda: len(operator.lanes()) == 2, 30, "two lanes are stopped")
         wait_until(lambda: results() == {row.value for row in rows} - stuck, 10, "the other lanes go on")
         for record in operator.lanes():
-            assert record.stop is Stop.BLOCKED
+            assert record.stop is LaneStatus.BLOCKED
             assert record.why.startswith("its dead letter could not be written: ")
             assert "Message size too large" in record.why
             assert str(tmp_path / "file" / "spool") in record.why
@@ -264,7 +268,7 @@ def test_a_lane_stops_when_neither_topic_nor_spool_takes_its_letter_and_nothing_
 
         log.alter(f"{name}.dlq", max_message_bytes="1000000")
         for row in dead.values():
-            order = operator.order("release", partition=row.partition, key=row.key)
+            order = operator.command("release", partition=row.partition, key=row.key, offset=row.offset)
             answer = operator.answer(order, 10)
             assert answer is not None
             assert answer.ok

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import App, Message
-from keylane.kafka.output import KafkaOutput
 from keylane.testing import HistoryWriter, check_results
-from support import Log, ids
-from tasks import Runner
+from keylane.worker.output import KafkaOutput
+from support.tasks import Runner
+from support.topics import Log, ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import products
-from keylane import Outcome, Versioned
-from keylane.core.versions import Mark
-from keylane.engine.versionstore import VersionStore
-from keylane.kafka import seat
-from keylane.kafka.state import State
-from products import product
-from tasks import Runner
+from keylane import Outcome, VersionOrdering
+from keylane.engine.version_store import VersionStore
+from keylane.offsets.assignment import AssignedRange, Assignment
+from keylane.policies.versions import VersionMark
+from keylane.state.admin import AdminClient, new_command
+from keylane.state.labels import Labels
+from keylane.state.topic import VERSION, StateTopic
+from keylane.worker import session as worker_session
+from support import products
+from support.products import product
+from support.tasks import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from keylane.testing import Sent, Verdict
-    from support import Log
+    from support.topics import Log
 
 
 def message(key: bytes, version: int) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def test_every_order_of_six_updates_ends_in_the_newest_state_with_a_restart_in_t
     held = 3 * 720 - len(runner.became)
     assert held > 500, "what is early is not done"
     assert log.lag(name, f"{name}.in") > 0
-    seat._seats.clear()  # another process goes on
+    worker_session._sessions.clear()  # another process goes on
 
     sent += log.send(f"{name}.in", second)
     runner.app = product(name, tmp_path, delivery=delivery, owner="next")
@@ -120,22 +123,67 @@ def test_a_task_that_dies_forgets_no_version_and_with_exactly_once_none_is_there
     assert not log.lag(name, f"{name}.in")
 
 
+@pytest.mark.parametrize("first", [1, None])
 def test_a_group_that_was_moved_back_takes_the_versions_along(
-    log: Log, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    log: Log, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int | None
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=1)
     log.send(f"{name}.in", [message(b"a", version) for version in (1, 2, 3, 4)])
-    runner = Runner(log, name, tmp_path, product(name, tmp_path, versions=Versioned(first=None)))
+    runner = Runner(
+        log, name, tmp_path, product(name, tmp_path, versions=VersionOrdering(first=first, wait=3.0))
+    )
     assert len(runner.run()) == 4
     runner.move(2)
-    seat._seats.clear()
+    worker_session._sessions.clear()
     caplog.set_level(logging.INFO)
     assert len(runner.run(run="r2")) == 2
     assert states(log, name) == {b"a": [1, 2, 3, 4, 3, 4]}, "they run again, and are not stale"
-    assert "1 versions were set by messages that run again" in caplog.text
+    assert "entities are set back partition=0 count=1" in caplog.text
     log.send(f"{name}.in", [message(b"a", version) for version in (2, 4, 5)])
     runner.run(run="r2")
     assert states(log, name)[b"a"] == [1, 2, 3, 4, 3, 4, 5]
+
+
+def test_operator_says_which_version_is_next(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", f"{name}.out", partitions=1)
+    log.send(f"{name}.in", [message(b"a", version) for version in (1, 2, 7, 3)])
+    runner = Runner(log, name, tmp_path, product(name, tmp_path, versions=VersionOrdering(wait=600.0)))
+    runner.run(seconds=2)
+    assert states(log, name) == {b"a": [1, 2, 3]}
+    with AdminClient(log.settings, name, versions=True) as operator:
+        assert operator.marks(b"a")[0].facts()["next"] == 4
+        order = new_command("reset", partition=0, key=b"a", to=6)
+        operator.give([order])
+        runner.run(seconds=3)
+        assert operator.wait([order], timeout=5).answers[order.id].ok
+        assert operator.marks(b"a")[0].facts()["next"] == 8
+    assert states(log, name) == {b"a": [1, 2, 3, 7]}, "what waited is next"
+    log.send(f"{name}.in", [message(b"a", version) for version in (4, 8)])
+    worker_session._sessions.clear()
+    runner.run(run="r2")
+    assert states(log, name) == {b"a": [1, 2, 3, 7, 8]}, "what is below it is stale"
+
+
+def test_versions_move_with_their_key_to_partitions_that_were_added(
+    log: Log, name: str, tmp_path: Path
+) -> None:
+    log.create(f"{name}.in", f"{name}.out", partitions=1)
+    keys = [b"p%d" % n for n in range(20)]
+    log.send(f"{name}.in", [message(key, version) for version in (1, 2, 3) for key in keys])
+    runner = Runner(log, name, tmp_path, product(name, tmp_path, versions=VersionOrdering(wait=3.0)))
+    runner.run()
+    for topic in ("in", "dlq", "state"):  # as the planner does, when the old partitions are worked off
+        log.cluster.ensure(f"{name}.{topic}", 3, {})
+    worker_session._sessions.clear()
+    for version in (4, 5):  # the second time each task reads its own partition of the state topic only
+        log.send(f"{name}.in", [message(key, v) for v in (2, version) for key in keys])
+        runner.run_plan(
+            Assignment(((AssignedRange(0),), (AssignedRange(1), AssignedRange(2)))), run=f"r{version}"
+        )
+        worker_session._sessions.clear()
+    assert states(log, name) == {key: [1, 2, 3, 4, 5] for key in keys}
+    assert runner.outcomes.count(Outcome.STALE) == 40
+    assert log.read(f"{name}.dlq") == []
 
 
 def test_versions_travel_with_their_partition_from_epoch_to_epoch_and_from_task_to_task(
@@ -148,7 +196,7 @@ def test_versions_travel_with_their_partition_from_epoch_to_epoch_and_from_task_
         messages = [message(b"p%d" % n, v) for v in (low + 2, low + 1, low) for n in range(50) if v]
         log.send(f"{name}.in", messages)
         if turn == 3:
-            seat._seats.clear()
+            worker_session._sessions.clear()
         runner.run(run="r1" if turn < 4 else "r2")
     found = states(log, name)
     assert len(found) == 50
@@ -165,22 +213,28 @@ def test_a_million_entities_are_restored_in_seconds_and_bounded_memory(
     log.send(f"{name}.in", [message(b"p%d" % n, 1) for n in range(100)])
     runner = Runner(log, name, tmp_path, product(name, tmp_path))
     runner.run()
+    labels = Labels(log.cluster.identity(f"{name}.in", f"{name}.dlq"))
+    about: Any = labels.of(VERSION)
     producer = log.settings.producer(**{"queue.buffering.max.messages": 2_000_000})
     for n in range(1_000_000):
-        producer.produce(f"{name}.state", b"7 7 0", b"version/customer-%012d" % n, partition=n % 2)
+        producer.produce(
+            f"{name}.state", b"7 7 0 0 7:0 - -", b"version/customer-%012d" % n, n % 2, headers=about
+        )
         if n % 10_000 == 0:
             producer.poll(0)
     assert producer.flush(60) == 0
-    seat._seats.clear()
+    worker_session._sessions.clear()
     before = _resident()
     began = time.monotonic()
-    state = State(log.settings, name, f"{name}.state", [0, 1], "r", versions=VersionStore())
+    state = StateTopic(
+        log.settings, name, f"{name}.state", [0, 1], "r", versions=VersionStore(), labels=labels
+    )
     state.restore()
     took = time.monotonic() - began
     state.close()
     store = state.versions
     assert store is not None
-    assert store.get((1, b"customer-%012d" % 999_999)) == Mark(7, 7)
+    assert store.get((1, b"customer-%012d" % 999_999)) == VersionMark(7, 7, 0, 0, b"7:0")
     grew = _resident() - before
     began = time.monotonic()
     for n in range(0, 1_000_000, 50):

@@ -4,14 +4,20 @@ import io
 import json
 import logging
 import re
+import sys
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 from keylane import logs
+from keylane.cli.layout import say
 from keylane.cli.main import main
-from keylane.core.redact import is_secret, redact
+from keylane.kafka import settings
 from keylane.kafka.settings import KafkaSettings
+from keylane.redaction import is_secret, redact
 from keylane.spark.options import Options
 
 if TYPE_CHECKING:
@@ -34,8 +40,8 @@ class Said:
         self.clock, self.stream = Clock(), io.StringIO()
         self.handler = logs.LimitedHandler(self.stream, self.clock)
         self.handler.setFormatter(logs.JsonFormatter() if form == "json" else logs.TextFormatter())
-        self.log = logging.getLogger(f"keylane.test.{id(self)}")
-        self.log.propagate = False
+        # Not by getLogger: pytest would capture it, and xdist cannot send a lone surrogate.
+        self.log = logging.Logger(f"keylane.test.{id(self)}")  # noqa: LOG001
         self.log.setLevel(logging.INFO)
         self.log.addHandler(self.handler)
 
@@ -159,6 +165,87 @@ def test_it_is_set_up_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert json.loads(stream.getvalue())["message"] == "hello"
 
 
+# -- what a line may hold ------------------------------------------------------------------------------------------
+
+
+def test_a_line_shows_the_beginning_of_a_long_key(said: Said, said_json: Said) -> None:
+    message: Any = SimpleNamespace(key=b"k" * 1_000_000, partition=3, offset=17)
+    for one in (said, said_json):
+        one.log.warning("key=%r failed", message.key, extra=logs.where(message))
+        one.log.warning("key=%r failed", logs.short(message.key))
+        assert "(1,000,000 bytes)" in one.lines[0]
+        assert max(map(len, one.lines)) < 1000
+    assert said_json.facts[0]["key"] == "k" * logs.KEY + "… (1,000,000 bytes)"
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "\x1b" * 1_000_000, "password" * 100_000, '"' * 1_000_000])
+def test_a_line_is_bounded_in_length_and_time(said: Said, said_json: Said, text: str) -> None:
+    began = time.process_time()
+    for one in (said, said_json):
+        one.log.warning("%s %s", text, text)
+        one.log.warning(text)
+        one.log.warning("%(a)s %(b)r", {"a": text, "b": text})
+        one.log.warning("failed", extra={"error": text})
+        try:
+            raise ValueError(text)
+        except ValueError as error:
+            one.log.exception("broken: %s", error)
+    assert time.process_time() - began < 2
+    assert max(map(len, said.lines)) < 4 * logs.TRACEBACK + 1000
+    assert max(map(len, said_json.lines)) < 6 * (logs.TRACEBACK + logs.LINE) + 1000
+    assert all(len(line) < 4 * logs.LINE + 100 for line in said.lines if not line.startswith(" "))
+
+
+@pytest.mark.parametrize(
+    "bad", ["\x1b[2J", "\x07", "\x9b31m", "\x85", "\u2028", "\u2029", "\u202e", "\v", "\ud800"]
+)
+def test_a_line_holds_nothing_that_a_terminal_obeys(said: Said, bad: str) -> None:
+    said.log.warning("failed: %s", f"a{bad}b")
+    try:
+        raise ValueError(f"a{bad}b")
+    except ValueError:
+        said.log.exception("broken")
+    assert bad not in said.stream.getvalue()
+    said.stream.getvalue().encode()
+
+
+def test_a_quoted_text_cannot_forge_a_log_line(said: Said) -> None:
+    forged = "2026-01-01 00:00:00,000 ERROR keylane.engine all is lost"
+    said.log.warning("failed: %s", f"a\n{forged}\r{forged}\u2028{forged}")
+    try:
+        raise ValueError(f"a\n{forged}\r{forged}\x85{forged}")
+    except ValueError:
+        said.log.exception("broken")
+    assert [line for line in said.lines if line.startswith("2026-01-01")] == []
+    assert sum(not line.startswith("  ") for line in said.lines) == 2
+
+
+def test_a_line_whose_values_do_not_fit_is_written() -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def line(text: str, *values: object) -> str:
+        return logs.TextFormatter().format(logging.LogRecord("a", 30, "p", 1, text, values, None))
+
+    assert line("%d messages", "three").endswith("%d messages ('three',)")
+    assert line("who: %s", Mute()).endswith("who: <a Mute without a text>")
+
+
+def test_what_is_printed_holds_nothing_a_terminal_obeys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(Console(file=sys.stderr), "a\x1b[2Jb\u202ec\nd")
+    monkeypatch.setattr(
+        "sys.argv", ["keylane", "lag", "chat", "--bootstrap", "b:1", "-o", "a\x1b]0;x\x07\x85"]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().err
+    assert "\\x1b[2J" in told
+    assert told.replace("\n", "").isprintable()
+
+
 # -- secrets -------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +279,7 @@ def test_a_secret_is_not_printed(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "chat/3/17: failed for good (skip) key=b'k1' stage=pay attempts=5: TimeoutError: no answer",
+        "chat/3@17: failed for good (skip) key=b'k1' stage=pay attempts=5: TimeoutError: no answer",
         "max_tokens=500, tokenizer=x",
         "http://127.0.0.1:9092/metrics",
         "sasl.username=ann",
@@ -233,3 +320,56 @@ def test_settings_errors_and_logs_have_no_secrets(
         told = capsys.readouterr()
         assert "--option" in told.err
         assert HUNTER not in told.err + told.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (
+            "GETPID",
+            "Failed to acquire idempotence PID: Broker: Coordinator load in progress: retrying",
+            False,
+        ),
+        ("GETPID", "Failed to acquire idempotence PID: Broker: Cluster authorization failed", True),
+    ],
+)
+def test_client_noise_of_a_fresh_broker_is_left_out(
+    kind: str, text: str, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("keylane.kafka.client")
+    for each in log.filters:
+        getattr(each, "_said", {}).clear()
+    log.warning("%s [%s] %s", kind, "rdkafka#producer-3", text)
+    assert (text in caplog.text) is said
+
+
+def test_outage_is_one_line_when_it_begins_and_one_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    outage = settings.Outage(lambda: now[0])
+    monkeypatch.setattr(settings, "outage", outage)
+    client = logging.getLogger("keylane.kafka.client")
+
+    def complain() -> None:
+        client.error(
+            "%s [%s] %s",
+            "FAIL",
+            "rdkafka#consumer-1",
+            "[thrd:b1]: b1: Connect to ipv4#127.0.0.1:1 failed: refused",
+        )
+        client.warning("%s [%s] %s", "REQTMOUT", "rdkafka#consumer-1", "[thrd:b1]: Timed out MetadataRequest")
+
+    for _ in range(20):
+        complain()
+        now[0] += 1
+    outage.answered()
+    outage.answered()
+    complain()  # an answer that was on its way already
+    assert [record.getMessage() for record in caplog.records] == [
+        (
+            "a Kafka broker does not answer (b1: Connect to ipv4#127.0.0.1:1 failed: refused). Retrying; "
+            "nothing is lost meanwhile"
+        ),
+        "Kafka answers again, after 20 s",
+    ]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import assert_type
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keylane import Message
+from keylane import App, Message
 from keylane.message import with_origin
-from keylane.testing import MemoryRecord
+from keylane.testing import Harness, MemoryRecord
 
 Headers = list[tuple[str, bytes | None]]
 KEY, EVENT = st.binary(max_size=4), st.text(min_size=1, max_size=4)
@@ -48,8 +50,8 @@ def test_a_message_is_what_the_record_was() -> None:
     msg = Message(record(("h", b"1"), timestamp=1234))
     assert (msg.topic, msg.partition, msg.offset, msg.key, msg.value) == ("chat.in", 2, 7, b"k", b"v")
     assert (msg.headers, msg.timestamp, msg.attempt) == ([("h", b"1")], 1234, 1)
-    assert msg.position == "chat.in/2/7"
-    assert repr(msg) == "<Message chat.in/2/7 key=b'k' attempt=1>"
+    assert msg.position == "chat.in/2@7"
+    assert repr(msg) == "<Message chat.in/2@7 key=b'k' attempt=1>"
 
 
 def test_headers_are_read_when_asked_for_and_once() -> None:
@@ -151,7 +153,7 @@ def test_a_header_name_that_the_client_cannot_read_raises_when_asked_for() -> No
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
     msg = Message(Broken(topic="t", partition=0, offset=0, key=None, value=None))
-    assert msg.position == "t/0/0"
+    assert msg.position == "t/0@0"
     with pytest.raises(UnicodeDecodeError):
         _ = msg.headers
 
@@ -186,3 +188,20 @@ def test_the_trace_is_what_a_client_sends_on() -> None:
     assert Message(record(("traceparent", parent), ("traceparent", parent))).trace == {}, (
         "W3C: as good as none"
     )
+
+
+def test_value_has_the_type_that_the_message_names() -> None:
+    app = App("typed", source="in", sink="out", decode="json")
+
+    @app.stage
+    async def price(msg: Message[dict[str, int]]) -> int:
+        assert_type(msg.value, dict[str, int])  # for mypy
+        return msg.value["amount"]
+
+    @app.stage
+    async def twice(msg: Message[int]) -> int:
+        return 2 * msg.value
+
+    run = Harness(app)
+    run.send({"amount": 21}, key="k")
+    assert [result.value for result in run.run().results] == [b"42"]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -19,9 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keylane import DeliveryError, KafkaError, Publisher, SettingsError
+from keylane import BrokerError, DeliveryError, Publisher, SettingsError
 from keylane.event import encode_key, encode_value, new_event_id
 from keylane.kafka import cluster
+from keylane.kafka.rejection import TopicRules
 from keylane.kafka.settings import KafkaSettings
 
 if TYPE_CHECKING:
@@ -106,12 +108,11 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Client]]:
 
         def partitions(self, topic: str) -> int:
             if topic != "orders":
-                raise KafkaError(f"topic {topic!r} does not exist")
+                raise BrokerError(f"topic {topic!r} does not exist")
             return 4
 
-        def setting(self, topic: str, name: str) -> str:
-            assert name == "max.message.bytes"
-            return "2000"
+        def rules(self, topics: list[str]) -> dict[str, TopicRules]:
+            return {topic: TopicRules(limit=2000) for topic in topics}
 
     monkeypatch.setattr(KafkaSettings, "producer", producer)
     monkeypatch.setattr(cluster, "Cluster", FakeCluster)
@@ -195,7 +196,7 @@ def test_values_are_bytes_text_json_or_null(value: Any, encoded: bytes | None) -
     [
         (object(), "a value of object is neither bytes, nor text, nor JSON: .*encode=function"),
         (float("nan"), "a value of float is neither"),
-        ({"at": UUID(int=1)}, "UUID is not JSON"),
+        ({"at": object()}, "field .at.: object is not JSON"),
         ({"a": "\ud800"}, "a value of dict is neither"),
     ],
 )
@@ -216,6 +217,14 @@ def test_keys_are_text_or_bytes_or_become_text() -> None:
     for bad in (1.5, True, ["a"], ("a",)):
         with pytest.raises(TypeError, match="a key is text, bytes, a whole number or a UUID"):
             encode_key(bad)
+
+
+def test_event_ids_do_not_come_from_a_seeded_generator() -> None:
+    found = set()
+    for _ in range(100):
+        random.seed(42)
+        found.add(new_event_id())
+    assert len(found) == 100
 
 
 @given(st.integers(1, 50))
@@ -289,7 +298,7 @@ def test_wrong_settings_are_refused(given: dict[str, Any], complaint: str, clien
 def test_no_broker_and_no_topic_are_said_at_once(
     clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(KafkaError, match="topic 'order' does not exist"):
+    with pytest.raises(BrokerError, match="topic 'order' does not exist"):
         Publisher("order")
     monkeypatch.delenv("KEYLANE_BOOTSTRAP")
     with pytest.raises(SettingsError, match="no broker given"):
@@ -303,6 +312,7 @@ def test_client_settings_pass_through_and_the_time_is_bounded(clients: list[Clie
     conf = clients[0].conf
     assert (conf["linger.ms"], conf["message.timeout.ms"]) == ("50", 7000)
     assert conf["queue.buffering.max.messages"] == "5"
+    assert conf["batch_limit"] == 2000
     assert conf["queue.buffering.max.kbytes"] == 262_144
 
 

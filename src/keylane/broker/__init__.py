@@ -1,21 +1,21 @@
 """The embedded broker: real Kafka on this machine. `with Broker() as broker: broker.bootstrap`."""
 
-from keylane.broker.cluster import Broker, State
-from keylane.broker.errors import BrokerError, PortTakenError
-from keylane.broker.java import JavaError, find_java
+from keylane.broker.cluster import Broker, BrokerState
+from keylane.broker.errors import EmbeddedBrokerError, PortTakenError
 from keylane.broker.node import Node
-from keylane.broker.progress import OnProgress, Progress, Step, shown
+from keylane.broker.progress import DownloadProgress, DownloadStep, OnProgress, shown
+from keylane.spark.java import JavaError, find_java
 
 __all__ = [
     "Broker",
-    "BrokerError",
+    "BrokerState",
+    "DownloadProgress",
+    "DownloadStep",
+    "EmbeddedBrokerError",
     "JavaError",
     "Node",
     "OnProgress",
     "PortTakenError",
-    "Progress",
-    "State",
-    "Step",
     "find_java",
     "shown",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from keylane.broker import config, folder, ports, registry
-from keylane.broker.errors import BrokerError, PortTakenError
+from keylane.broker.errors import EmbeddedBrokerError, PortTakenError
 from keylane.broker.kit import Kit, ensure_kit
 from keylane.broker.node import Node
 from keylane.broker.probe import Probe
@@ -29,7 +29,7 @@ _PORT_TRIES = 3
 _MOST_NODES = 9
 
 
-class State(StrEnum):
+class BrokerState(StrEnum):
     """Whether a broker's nodes run."""
 
     RUNNING = "running"
@@ -50,9 +50,10 @@ class Broker:
     `heap`: Java's heap for each node.
     `settings`: go to Kafka's server.properties as they are, before our own choices.
     `detached`: runs on until `stop`, from this or another process.
+    `command_folder`: where the command was called that started it; `keylane broker stop` there needs no id.
     `progress`: told how far the fetching of Kafka is, which happens once per machine.
 
-    Raises BrokerError for arguments that cannot work.
+    Raises EmbeddedBrokerError for arguments that cannot work.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Broker:
         heap: str = config.HEAP,
         settings: Mapping[str, config.Setting] | None = None,
         detached: bool = False,
+        command_folder: Path | None = None,
         progress: OnProgress = silent,
     ) -> None:
         if nodes is not None and not 1 <= nodes <= _MOST_NODES:
-            raise BrokerError(f"a broker of {nodes} nodes cannot be: choose 1 to {_MOST_NODES}")
+            raise EmbeddedBrokerError(f"a broker of {nodes} nodes cannot be: choose 1 to {_MOST_NODES}")
         config.heap_flags(heap)
         probe = config.Address(node=1, port=1, controller_port=2)
         properties = config.server_properties(probe, [probe], settings or {})
@@ -80,19 +82,20 @@ class Broker:
         self._heap = heap
         self._settings = {name: properties[name] for name in settings or {}}
         self._detached = detached
+        self._command_folder = None if command_folder is None else str(command_folder.absolute())
         self._progress = progress
         self._kit: Kit | None = None
         # Both are set by start, and by find for a broker that another process started.
-        self._record: registry.Record | None = None
+        self._record: registry.BrokerRecord | None = None
         self._nodes: tuple[Node, ...] = ()
 
     @classmethod
     def find(cls, broker: str) -> Broker:
-        """The broker with this id, running or dead, whoever started it; raises BrokerError if there is none."""
+        """The broker with this id, running or dead, whoever started it; raises EmbeddedBrokerError if there is none."""
         record = registry.load(broker)
         if record is None:
             known = ", ".join(each.id for each in cls.list()) or "none"
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"there is no broker {broker!r} (known: {known}): `keylane broker status` lists them"
             )
         return cls._attach(record)
@@ -104,7 +107,7 @@ class Broker:
         return tuple(cls._attach(record) for record in registry.load_all())
 
     @classmethod
-    def _attach(cls, record: registry.Record) -> Broker:
+    def _attach(cls, record: registry.BrokerRecord) -> Broker:
         found = cls(
             nodes=len(record.nodes),
             data=record.data,
@@ -156,9 +159,14 @@ class Broker:
 
     @property
     def owner(self) -> int | None:
-        """The id of the process that it must not outlive, or None if it runs until it is told to stop."""
+        """The id of the process that it must not outlive, or None if it runs until it is stopped."""
         owner = self._started().owner
         return None if owner is None else owner.pid
+
+    @property
+    def command_folder(self) -> str | None:
+        """Where `keylane broker start` was called, or None if a program started it."""
+        return self._started().command_folder
 
     @property
     def uptime(self) -> float:
@@ -166,12 +174,12 @@ class Broker:
         return max(0.0, time.time() - self._started().started)
 
     @property
-    def state(self) -> State:
+    def state(self) -> BrokerState:
         """Whether all, some or none of its nodes run."""
         running = sum(node.alive for node in self.nodes)
         if running == 0:
-            return State.DEAD
-        return State.RUNNING if running == len(self._nodes) else State.DEGRADED
+            return BrokerState.DEAD
+        return BrokerState.RUNNING if running == len(self._nodes) else BrokerState.DEGRADED
 
     def size(self) -> int:
         """Bytes of data on disk."""
@@ -180,11 +188,11 @@ class Broker:
     def start(self, timeout: float = START_SECONDS) -> Self:
         """Starts all nodes and returns when each of them serves and knows the others.
 
-        Raises JavaError without a Java that fits, PortTakenError if the port asked for is taken, BrokerError
+        Raises JavaError without a Java that fits, PortTakenError if the port asked for is taken, EmbeddedBrokerError
         with Kafka's last log lines if it does not come up in `timeout` seconds. Nothing is left running then.
         """
         if self._record is not None:
-            raise BrokerError(f"broker {self.id} is started already: stop it first")
+            raise EmbeddedBrokerError(f"broker {self.id} is started already: stop it first")
         self._kit = ensure_kit(self._progress)
         _sweep()
         self._require_unused()
@@ -226,7 +234,7 @@ class Broker:
         """Runs one of Kafka's command-line tools by its class name, and returns what it printed on stdout.
 
         For example `tool("org.apache.kafka.tools.consumer.group.ConsumerGroupCommand", "--bootstrap-server",
-        broker.bootstrap, "--describe", "--all-groups")`. Raises BrokerError if it fails or takes too long.
+        broker.bootstrap, "--describe", "--all-groups")`. Raises EmbeddedBrokerError if it fails or takes too long.
         """
         command = self._tools().tool_command(class_name, args)
         try:
@@ -239,10 +247,10 @@ class Broker:
                 check=False,
             )
         except subprocess.TimeoutExpired as cause:
-            raise BrokerError(f"{class_name} did not finish in {timeout:.0f} s") from cause
+            raise EmbeddedBrokerError(f"{class_name} did not finish in {timeout:.0f} s") from cause
         if answer.returncode != 0:
             said = (answer.stdout + answer.stderr).strip()
-            raise BrokerError(f"{class_name} failed with exit code {answer.returncode}:\n{said}")
+            raise EmbeddedBrokerError(f"{class_name} failed with exit code {answer.returncode}:\n{said}")
         return answer.stdout
 
     # What a node asks of its broker.
@@ -265,7 +273,7 @@ class Broker:
         _save(self._record)
 
     def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
-        """Returns when each of these nodes serves and knows the `wanted` ones; raises BrokerError otherwise."""
+        """Returns when each of these nodes serves and knows the `wanted` ones; raises EmbeddedBrokerError otherwise."""
         until = time.monotonic() + timeout
         waiting = {node: Probe(node.port) for node in nodes}
         while True:
@@ -286,7 +294,7 @@ class Broker:
         for left in reversed(range(_PORT_TRIES)):
             addresses = _addresses(place.nodes, asked)
             self._adopt(
-                registry.Record(
+                registry.BrokerRecord(
                     id=broker,
                     data=place.path,
                     temporary=self._temporary,
@@ -296,6 +304,7 @@ class Broker:
                     started=time.time(),
                     owner=None if self._detached else Process.current(),
                     nodes=tuple(registry.NodeRecord(address=each, process=None) for each in addresses),
+                    command_folder=self._command_folder,
                 )
             )
             try:
@@ -321,16 +330,18 @@ class Broker:
             self.launch(node)
         self.wait_ready(self._nodes, wanted=frozenset(node.id for node in self._nodes), timeout=timeout)
 
-    def _adopt(self, record: registry.Record) -> None:
+    def _adopt(self, record: registry.BrokerRecord) -> None:
         self._record = record
         self._nodes = tuple(
             Node(self, each.address, folder.node_folder(record.data, each.address.node))
             for each in record.nodes
         )
 
-    def _started(self) -> registry.Record:
+    def _started(self) -> registry.BrokerRecord:
         if self._record is None:
-            raise BrokerError("the broker is not started: call start(), or use it in a with statement")
+            raise EmbeddedBrokerError(
+                "the broker is not started: call start(), or use it in a with statement"
+            )
         return self._record
 
     def _tools(self) -> Kit:
@@ -339,13 +350,13 @@ class Broker:
         return self._kit
 
     def _require_unused(self) -> None:
-        """Raises BrokerError if another broker of this user has the folder or the port."""
+        """Raises EmbeddedBrokerError if another broker of this user has the folder or the port."""
         for record in registry.load_all():
             if not record.alive:
                 continue
             remedy = f"stop it (`keylane broker stop {record.id}`), or choose another"
             if self._data is not None and record.data == self._data:
-                raise BrokerError(f"broker {record.id} runs on {self._data}: {remedy} folder")
+                raise EmbeddedBrokerError(f"broker {record.id} runs on {self._data}: {remedy} folder")
             if self._port is not None and self._port in (node.address.port for node in record.nodes):
                 raise PortTakenError(
                     f"port {self._port} is taken by broker {record.id}: {remedy} port", port=self._port
@@ -392,11 +403,11 @@ def _new_id() -> str:
             return broker
 
 
-def _save(record: registry.Record) -> None:
+def _save(record: registry.BrokerRecord) -> None:
     try:
         registry.save(record)
     except OSError as cause:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"cannot note the broker in {registry.folder()} ({cause.strerror or cause}): "
             "make the folder writable, or set KEYLANE_STATE to another one"
         ) from cause

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keylane.broker.errors import BrokerError
+from keylane.broker.errors import EmbeddedBrokerError
 from keylane.broker.ports import HOST
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def server_properties(
 ) -> dict[str, str]:
     """The whole configuration of one node; `settings` wins over what is chosen here.
 
-    Raises BrokerError if `settings` names one that the broker itself must decide, such as its listeners.
+    Raises EmbeddedBrokerError if `settings` names one that the broker itself must decide, such as its listeners.
     """
     refused = sorted(name for name in settings if _OURS.fullmatch(name))
     if refused:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"the embedded broker itself decides {', '.join(refused)}: leave it out of the settings"
         )
     replicas = min(3, len(cluster))
@@ -107,11 +107,11 @@ def server_properties(
 
 
 def heap_flags(heap: str) -> tuple[str, str]:
-    """-Xmx and -Xms (half of it) for a heap such as "512m" or "2g"; raises BrokerError for anything else."""
+    """-Xmx and -Xms (half of it) for a heap such as "512m" or "2g"; raises EmbeddedBrokerError for anything else."""
     found = _HEAP.fullmatch(heap.strip())
     megabytes = int(found[1]) * (1024 if found[2] in "gG" else 1) if found else 0
     if megabytes < 128:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"{heap!r} is no heap for Kafka: give megabytes or gigabytes, at least 128m (the default is 512m)"
         )
     return f"-Xmx{megabytes}m", f"-Xms{megabytes // 2}m"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keylane.broker.config import new_uuid
-from keylane.broker.errors import BrokerError
+from keylane.broker.errors import EmbeddedBrokerError
 
 MARKER = "keylane-broker.json"
 NEEDED_BYTES = 200 * 1024 * 1024
@@ -39,14 +39,14 @@ def node_folder(data: Path, number: int) -> Path:
 def open_folder(path: Path | None, *, broker: str, nodes: int | None) -> DataFolder:
     """Opens or makes a data folder; without a path, a temporary one. `nodes` None: as many as it has, or 1.
 
-    Raises BrokerError if the folder cannot be written, has less than 200 MB of free space, holds something
+    Raises EmbeddedBrokerError if the folder cannot be written, has less than 200 MB of free space, holds something
     else than a broker's data, or the data of a cluster with another number of nodes.
     """
     try:
         return _open(path, broker, nodes)
     except OSError as cause:
         place = path or tempfile.gettempdir()
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"the broker cannot keep its data in {place} ({cause.strerror or cause}): "
             "choose a folder you can write to"
         ) from cause
@@ -69,7 +69,7 @@ def _open(path: Path | None, broker: str, nodes: int | None) -> DataFolder:
             fresh = False
         cluster, count = known
         if nodes is not None and nodes != count:
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"{path} holds a cluster of {count} {'node' if count == 1 else 'nodes'}, and {nodes} were asked for: "
                 f"start it with {count}, or choose another folder"
             )
@@ -117,7 +117,7 @@ def size(path: Path) -> int:
 def _require_space(path: Path) -> None:
     free = shutil.disk_usage(path).free
     if free < NEEDED_BYTES:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"{path} has {free // 2**20} MB of free space, and a broker needs {NEEDED_BYTES // 2**20}: "
             "make room, or choose a folder on another disk"
         )
@@ -130,11 +130,11 @@ def _read_marker(path: Path) -> tuple[str, int] | None:
         return str(found["cluster"]), int(found["nodes"])
     except FileNotFoundError:
         if any(path.iterdir()):
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"{path} is not empty and holds no broker's data: choose an empty or a new folder"
             ) from None
         return None
     except (ValueError, KeyError, TypeError) as cause:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"{path / MARKER} is damaged ({cause}): choose another folder, or remove this one"
         ) from cause

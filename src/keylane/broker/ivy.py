@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import quoteattr
 
-from keylane.broker.errors import BrokerError
-from keylane.broker.java import find_java
-from keylane.broker.progress import OnProgress, Progress, Step
+from keylane.broker.errors import EmbeddedBrokerError
+from keylane.broker.progress import DownloadProgress, DownloadStep, OnProgress
+from keylane.spark.java import find_java
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Counter:
         self._found = 0
         self._fetched = 0
 
-    def read(self, line: str) -> Progress | None:
+    def read(self, line: str) -> DownloadProgress | None:
         """Takes a line of Ivy's output; the new state if the line changed it."""
         if _FOUND.match(line):
             self._found = min(self._found + 1, self._total)
@@ -70,17 +70,17 @@ class Counter:
         return self.state
 
     @property
-    def state(self) -> Progress:
+    def state(self) -> DownloadProgress:
         """How far it is."""
         if self._fetched or self._found == self._total:
-            return Progress(step=Step.FETCH, done=self._fetched, total=self._total)
-        return Progress(step=Step.FIND, done=self._found, total=self._total)
+            return DownloadProgress(step=DownloadStep.FETCH, done=self._fetched, total=self._total)
+        return DownloadProgress(step=DownloadStep.FIND, done=self._found, total=self._total)
 
 
 def fetch(wanted: Sequence[Coordinates], into: Path, progress: OnProgress) -> None:
     """Fetches each jar to `into/organisation/name-revision.jar`.
 
-    Raises BrokerError with Ivy's last lines if one cannot be had, or if nothing moves for two minutes.
+    Raises EmbeddedBrokerError with Ivy's last lines if one cannot be had, or if nothing moves for two minutes.
     """
     scratch = Path(tempfile.mkdtemp(prefix="ivy-", dir=into.parent))
     try:
@@ -130,7 +130,9 @@ def _command(wanted: Sequence[Coordinates], scratch: Path) -> list[str]:
     if not own:
         settings.write_text(_SETTINGS, encoding="utf-8")
     elif not settings.is_file():
-        raise BrokerError(f"KEYLANE_IVY_SETTINGS names {settings}, which is not a file: correct or unset it")
+        raise EmbeddedBrokerError(
+            f"KEYLANE_IVY_SETTINGS names {settings}, which is not a file: correct or unset it"
+        )
     return [
         str(find_java()),
         "-XX:TieredStopAtLevel=1",
@@ -150,7 +152,7 @@ def _ivy_jar() -> Path:
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for jar in sorted(Path(place, "jars").glob("ivy-*.jar")):
             return jar
-    raise BrokerError(
+    raise EmbeddedBrokerError(
         "no Ivy found in PySpark: install the full package (`pip install pyspark`), not pyspark-client"
     )
 
@@ -169,7 +171,7 @@ def _run(command: Sequence[str], into: Path, counter: Counter, progress: OnProgr
             running.kill()
             raise
     if running.returncode != 0:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             "Kafka's jars could not be fetched: check the network (a proxy comes from https_proxy, a mirror "
             f"from KEYLANE_IVY_SETTINGS) and try again. Ivy's last words:\n{_last_words(said)}"
         )
@@ -187,7 +189,7 @@ def _follow(
     while True:
         if not ready.select(timeout=1.0):
             if time.monotonic() - heard > SILENCE_SECONDS:
-                raise BrokerError(
+                raise EmbeddedBrokerError(
                     f"fetching Kafka's jars came to a halt: nothing for {SILENCE_SECONDS:.0f} s. "
                     f"Check the network and try again. Ivy's last words:\n{_last_words(said)}"
                 )

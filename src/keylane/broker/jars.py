@@ -18,11 +18,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from keylane.broker import ivy
-from keylane.broker.errors import BrokerError
-from keylane.broker.progress import OnProgress, Progress, Step, silent
+from keylane.broker.errors import EmbeddedBrokerError
+from keylane.broker.progress import DownloadProgress, DownloadStep, OnProgress, silent
+from keylane.cache import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +43,7 @@ class Jar:
         """What to ask a registry for."""
         found = _JAR.fullmatch(self.path)
         if found is None:
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"{self.path!r} in the list of jars is not of the form organisation/name-revision.jar"
             )
         return ivy.Coordinates(**found.groupdict())
@@ -67,9 +66,9 @@ class JarFolder:
 
     @cached_property
     def classpath(self) -> str:
-        """For `java -cp`. Raises BrokerError if the folder's name cannot stand in a class path."""
+        """For `java -cp`. Raises EmbeddedBrokerError if the folder's name cannot stand in a class path."""
         if os.pathsep in str(self.path):
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"Java cannot use jars from {self.path}, because of the {os.pathsep!r} in it: "
                 "set KEYLANE_CACHE to a folder without one"
             )
@@ -80,13 +79,8 @@ Fetch = Callable[[Sequence[Jar], Path, OnProgress], None]
 
 
 def fetch_with_ivy(jars: Sequence[Jar], into: Path, progress: OnProgress) -> None:
-    """Fetches jars to the paths in `into` they are listed by; raises BrokerError with Ivy's own words."""
+    """Fetches jars to the paths in `into` they are listed by; raises EmbeddedBrokerError with Ivy's own words."""
     ivy.fetch([jar.coordinates for jar in jars], into, progress)
-
-
-def cache_folder() -> Path:
-    """Where jars are kept: KEYLANE_CACHE, or this user's cache folder."""
-    return Path(os.environ.get("KEYLANE_CACHE") or platformdirs.user_cache_dir("keylane")).absolute()
 
 
 def listed(version: str = KAFKA) -> tuple[Jar, ...]:
@@ -117,7 +111,7 @@ def ensure_jars(
     """The folder with all jars, each with the right hash; fetches what is missing or damaged.
 
     Many processes may do so at once: one fetches, the others wait, the folder appears whole or not at all.
-    Raises BrokerError if fetching fails, if a fetched jar has the wrong hash, or if the cache cannot be written.
+    Raises EmbeddedBrokerError if fetching fails, a fetched jar has the wrong hash, or the cache cannot be written.
     """
     wanted = listed() if jars is None else tuple(jars)
     root = cache_folder() if cache is None else cache
@@ -130,7 +124,7 @@ def ensure_jars(
             if broken:
                 _repair(folder, broken, fetch, progress)
     except OSError as cause:
-        raise BrokerError(
+        raise EmbeddedBrokerError(
             f"cannot keep Kafka's jars in {root} ({cause.strerror or cause}): "
             "make room and the folder writable, or set KEYLANE_CACHE to another folder"
         ) from cause
@@ -139,14 +133,16 @@ def ensure_jars(
 
 @contextmanager
 def locked(root: Path, progress: OnProgress = silent) -> Iterator[None]:
-    """Holds the cache for this process alone; reports Step.WAIT while another one has it."""
+    """Holds the cache for this process alone; reports DownloadStep.WAIT while another one has it."""
     root.mkdir(parents=True, exist_ok=True)
-    with (root / f"kafka-{KAFKA}.lock").open("w", encoding="ascii") as file:
+    # Never through a link, and nothing is truncated: the name may lead to somebody else's file.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(root / f"kafka-{KAFKA}.lock", flags, 0o600), "w", encoding="ascii") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                progress(Progress(step=Step.WAIT, done=0, total=1))
+                progress(DownloadProgress(step=DownloadStep.WAIT, done=0, total=1))
                 time.sleep(0.2)
             else:
                 break
@@ -177,7 +173,7 @@ def _repair(folder: JarFolder, broken: Sequence[Damage], fetch: Fetch, progress:
         fetch([damage.jar for damage in broken], fresh, progress)
         still = damages(fresh, folder.jars)
         if still:
-            raise BrokerError(_mismatch(still))
+            raise EmbeddedBrokerError(_mismatch(still))
         fresh.chmod(0o755)
         if folder.path.exists():
             aside = Path(tempfile.mkdtemp(prefix=f"{folder.path.name}.new-", dir=root)) / "old"

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keylane.broker import config
-from keylane.broker.errors import BrokerError
+from keylane.broker.errors import EmbeddedBrokerError
 from keylane.broker.jars import JarFolder, ensure_jars, locked
-from keylane.broker.java import Java, describe_java
 from keylane.broker.ports import free_ports
 from keylane.broker.probe import Probe
 from keylane.broker.process import Process, launch
-from keylane.broker.progress import OnProgress, Progress, Step, silent
+from keylane.broker.progress import DownloadProgress, DownloadStep, OnProgress, silent
+from keylane.spark.java import Java, describe_java
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Kit:
 
 
 def ensure_kit(progress: OnProgress = silent) -> Kit:
-    """The kit, made if it is not there yet (about 25 s, once). Raises JavaError or BrokerError."""
+    """The kit, made if it is not there yet (about 25 s, once). Raises JavaError or EmbeddedBrokerError."""
     java = describe_java()
     jars = ensure_jars(progress)
     mark = hashlib.sha256(f"{java.path.resolve()}\n{java.banner}".encode()).hexdigest()[:12]
@@ -67,11 +67,11 @@ def ensure_kit(progress: OnProgress = silent) -> Kit:
         try:
             with locked(jars.path.parent, progress):
                 if not (checkpoint.exists() and archive.exists()):
-                    progress(Progress(step=Step.PREPARE, done=0, total=1))
+                    progress(DownloadProgress(step=DownloadStep.PREPARE, done=0, total=1))
                     _prepare(java, jars, checkpoint, archive)
-                    progress(Progress(step=Step.PREPARE, done=1, total=1))
+                    progress(DownloadProgress(step=DownloadStep.PREPARE, done=1, total=1))
         except OSError as cause:
-            raise BrokerError(
+            raise EmbeddedBrokerError(
                 f"cannot prepare Kafka in {jars.path} ({cause.strerror or cause}): "
                 "make room and the folder writable, or set KEYLANE_CACHE to another folder"
             ) from cause
@@ -114,7 +114,7 @@ def _format(kit: Kit, scratch: Path) -> None:
         check=False,
     )
     if answer.returncode != 0:
-        raise BrokerError(f"Kafka's StorageTool failed:\n{(answer.stdout + answer.stderr).strip()}")
+        raise EmbeddedBrokerError(f"Kafka's StorageTool failed:\n{(answer.stdout + answer.stderr).strip()}")
 
 
 def _train(kit: Kit, scratch: Path, port: int, archive: Path) -> bool:

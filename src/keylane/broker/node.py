@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Protocol
 
 from keylane.broker import config, ports
-from keylane.broker.errors import BrokerError, PortTakenError
+from keylane.broker.errors import EmbeddedBrokerError, PortTakenError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ class Host(Protocol):
     """What a node needs from its broker."""
 
     def process(self, number: int) -> Process | None:
-        """The node's process, now or last; None if there never was one. Raises BrokerError if not started."""
+        """The node's process, now or last; None if there never was one. Raises EmbeddedBrokerError if not started."""
 
     def launch(self, node: Node) -> None:
         """Starts the node's process anew."""
@@ -79,10 +79,12 @@ class Node:
     def start(self, *, wait: bool = True, timeout: float = 60.0) -> None:
         """Starts the node again on the same ports and data; returns when it serves, or at once without `wait`.
 
-        Raises PortTakenError if its port was taken meanwhile, BrokerError if it runs or does not come up.
+        Raises PortTakenError if its port was taken meanwhile, EmbeddedBrokerError if it runs or does not come up.
         """
         if self.alive:
-            raise BrokerError(f"node {self.id} runs already (process {self.pid}): stop or kill it first")
+            raise EmbeddedBrokerError(
+                f"node {self.id} runs already (process {self.pid}): stop or kill it first"
+            )
         for port in (self.port, self.address.controller_port):
             ports.require_free(port)
         self._host.launch(self)
@@ -104,7 +106,9 @@ class Node:
         """Ends the node at once (SIGKILL), as a crash would; no harm if it has ended."""
         self._signal(signal.SIGKILL)
         if not self.wait(STOP_SECONDS):
-            raise BrokerError(f"node {self.id} (process {self.pid}) does not end, not even by SIGKILL")
+            raise EmbeddedBrokerError(
+                f"node {self.id} (process {self.pid}) does not end, not even by SIGKILL"
+            )
 
     def wait(self, timeout: float) -> bool:
         """Waits until the node's process has ended; False if it still runs after `timeout` seconds."""
@@ -112,18 +116,18 @@ class Node:
         return process is None or process.wait(timeout)
 
     def suspend(self) -> None:
-        """Freezes the node (SIGSTOP): connections stay open, nothing answers. Raises BrokerError if it ended."""
+        """Freezes the node (SIGSTOP): connections stay open. Raises EmbeddedBrokerError if it ended."""
         self._signal_running(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a suspended node go on (SIGCONT). Raises BrokerError if it has ended."""
+        """Lets a suspended node go on (SIGCONT). Raises EmbeddedBrokerError if it has ended."""
         self._signal_running(signal.SIGCONT)
 
     def mark_log(self) -> None:
         """Notes where the log ends: what comes after belongs to the start that follows."""
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
 
-    def failure(self, what: str) -> BrokerError:
+    def failure(self, what: str) -> EmbeddedBrokerError:
         """Why this node is not up, from its log: PortTakenError if that was it."""
         lines = [*_tail(self.log, self._log_start), *_tail(self.folder / config.CONSOLE, 0)]
         text = "\n".join(lines)
@@ -141,7 +145,7 @@ class Node:
         elif "Failed to acquire lock" in text:
             hint = f" because another broker uses {self.folder}: stop that one, or choose another folder"
         said = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]) or "  (nothing)"
-        return BrokerError(f"node {self.id} {what}{hint}. Its last words:\n{said}")
+        return EmbeddedBrokerError(f"node {self.id} {what}{hint}. Its last words:\n{said}")
 
     def _signal(self, number: signal.Signals) -> bool:
         process = self._host.process(self.id)
@@ -149,7 +153,7 @@ class Node:
 
     def _signal_running(self, number: signal.Signals) -> None:
         if not self._signal(number):
-            raise BrokerError(f"node {self.id} is not running: start it first")
+            raise EmbeddedBrokerError(f"node {self.id} is not running: start it first")
 
 
 def _tail(path: Path, start: int) -> list[str]:

@@ -7,7 +7,7 @@ import random
 import socket
 from contextlib import ExitStack
 
-from keylane.broker.errors import BrokerError, PortTakenError
+from keylane.broker.errors import EmbeddedBrokerError, PortTakenError
 
 HOST = "127.0.0.1"
 # Below the ports that Linux (32768 and up) and macOS (49152 and up) hand to outgoing connections. One of those
@@ -19,7 +19,7 @@ _TRIES = 2_000
 def free_ports(count: int) -> tuple[int, ...]:
     """Different ports that nobody listens on now; someone may still take one before it is used.
 
-    Raises BrokerError when there are not enough.
+    Raises EmbeddedBrokerError when there are not enough.
     """
     ports: list[int] = []
     with ExitStack() as held:
@@ -31,18 +31,22 @@ def free_ports(count: int) -> tuple[int, ...]:
                 held.enter_context(opened)
                 ports.append(port)
     if len(ports) < count:
-        raise BrokerError(f"found no {count} free ports between {_RANGE.start} and {_RANGE.stop} on {HOST}")
+        raise EmbeddedBrokerError(
+            f"found no {count} free ports between {_RANGE.start} and {_RANGE.stop} on {HOST}"
+        )
     return tuple(ports)
 
 
 def require_free(port: int) -> None:
-    """Raises PortTakenError if somebody listens on this port, BrokerError if it cannot be used at all."""
+    """Raises PortTakenError if somebody listens on this port, EmbeddedBrokerError if it cannot be used at all."""
     if not 1 <= port <= 65_535:
-        raise BrokerError(f"{port} is not a port: choose one from 1 to 65535")
+        raise EmbeddedBrokerError(f"{port} is not a port: choose one from 1 to 65535")
     try:
         opened = _bind(port)
     except PermissionError as cause:
-        raise BrokerError(f"this user may not listen on port {port}: choose one above 1023") from cause
+        raise EmbeddedBrokerError(
+            f"this user may not listen on port {port}: choose one above 1023"
+        ) from cause
     if opened is None:
         raise taken(port)
     opened.close()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
-
 from keylane.broker.ports import HOST
+from keylane.kafka.client import AdminClient, KafkaException
 
 # librdkafka's complaints about a broker that is not up yet help nobody.
 _QUIET = logging.getLogger("keylane.broker.probe")

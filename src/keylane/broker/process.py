@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keylane.broker import guard
-from keylane.broker.errors import BrokerError
+from keylane.broker.errors import EmbeddedBrokerError
 
 if TYPE_CHECKING:
     import signal
@@ -62,7 +62,7 @@ def launch(
     """Starts a program in a session of its own, its output in the file `console` (in `cwd`, written anew).
 
     With an owner the program dies when the owner does, even by SIGKILL, and the paths in `remove` go with it;
-    without one it outlives us. It is no child of ours: nothing to reap. Raises BrokerError if it cannot start.
+    without one it outlives us. It is no child of ours: nothing to reap. Raises EmbeddedBrokerError if it cannot start.
     """
     order = {
         "argv": list(argv),
@@ -81,6 +81,8 @@ def launch(
         start_new_session=True,
     )
     if answer.returncode != 0 or not answer.stdout.strip().isdigit():
-        raise BrokerError(f"could not start {argv[0]}: {answer.stderr.strip() or 'no process id came back'}")
+        raise EmbeddedBrokerError(
+            f"could not start {argv[0]}: {answer.stderr.strip() or 'no process id came back'}"
+        )
     pid = int(answer.stdout)
     return Process(pid=pid, started=guard.identity(pid) or "gone before it was seen")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10.0
 
 
-class Step(StrEnum):
+class DownloadStep(StrEnum):
     """What is being done, once per machine, before the first broker can start."""
 
     WAIT = "waiting for another process that fetches Kafka"
@@ -26,18 +26,18 @@ class Step(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class DownloadProgress:
     """One report: `done` of `total` in this step. The same report may come again as a sign of life."""
 
-    step: Step
+    step: DownloadStep
     done: int
     total: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[DownloadProgress], None]
 
 
-def silent(_: Progress) -> None:
+def silent(_: DownloadProgress) -> None:
     """Shows nothing."""
 
 
@@ -68,7 +68,7 @@ def _bar(stream: TextIO) -> Iterator[OnProgress]:
     bar = Bar(*columns, console=Console(file=stream), transient=True)
     task = bar.add_task("", total=None)
 
-    def show(progress: Progress) -> None:
+    def show(progress: DownloadProgress) -> None:
         bar.start()
         bar.update(task, description=progress.step.value, completed=progress.done, total=progress.total)
 
@@ -85,12 +85,12 @@ class Lines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._step: Step | None = None
+        self._step: DownloadStep | None = None
         self._began = 0.0
         self._last = 0.0
         self._heard = 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: DownloadProgress) -> None:
         """Takes a report, and prints a line if one is due."""
         now = self._heard = time.monotonic()
         if self._step is None:

@@ -26,8 +26,11 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A broker. `owner` is the process it must not outlive; None if it runs until it is told to stop."""
+class BrokerRecord:
+    """A broker. `owner` is the process it must not outlive; None if it runs until it is stopped.
+
+    `command_folder` is where `keylane broker start` was called; None if a program started it.
+    """
 
     id: str
     data: Path
@@ -38,6 +41,7 @@ class Record:
     started: float
     owner: Process | None
     nodes: tuple[NodeRecord, ...]
+    command_folder: str | None = None
 
     @property
     def alive(self) -> bool:
@@ -49,7 +53,7 @@ class Record:
         """Whether its owner is gone, and no node runs."""
         return self.owner is not None and not self.owner.alive and not self.alive
 
-    def with_process(self, number: int, process: Process) -> Record:
+    def with_process(self, number: int, process: Process) -> BrokerRecord:
         """The same with another process for one node."""
         nodes = (
             replace(node, process=process) if node.address.node == number else node for node in self.nodes
@@ -68,7 +72,7 @@ def path(broker: str) -> Path:
     return folder() / f"{broker}.json"
 
 
-def save(record: Record) -> None:
+def save(record: BrokerRecord) -> None:
     """Writes a broker's file, whole or not at all."""
     target = path(record.id)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,7 @@ def save(record: Record) -> None:
     partial.replace(target)
 
 
-def load(broker: str) -> Record | None:
+def load(broker: str) -> BrokerRecord | None:
     """A broker's record; None if there is none by that id, or if its file cannot be read (which is logged)."""
     try:
         return _parse(json.loads(path(broker).read_text(encoding="utf-8")))
@@ -90,7 +94,7 @@ def load(broker: str) -> Record | None:
         return None
 
 
-def load_all() -> tuple[Record, ...]:
+def load_all() -> tuple[BrokerRecord, ...]:
     """All records, oldest first."""
     found = (load(file.stem) for file in folder().glob("*.json"))
     return tuple(
@@ -103,8 +107,8 @@ def remove(broker: str) -> None:
     path(broker).unlink(missing_ok=True)
 
 
-def _parse(raw: dict[str, Any]) -> Record:
-    return Record(
+def _parse(raw: dict[str, Any]) -> BrokerRecord:
+    return BrokerRecord(
         id=raw["id"],
         data=Path(raw["data"]),
         temporary=raw["temporary"],
@@ -117,6 +121,7 @@ def _parse(raw: dict[str, Any]) -> Record:
             NodeRecord(address=Address(**node["address"]), process=_process(node["process"]))
             for node in raw["nodes"]
         ),
+        command_folder=raw.get("command_folder"),
     )
 
 

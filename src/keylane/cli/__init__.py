@@ -1,1 +1,1 @@
-"""The commands of ``keylane``: one module each, put together in ``main``."""
+"""The commands of ``keylane``, one module each; ``main`` puts them together."""

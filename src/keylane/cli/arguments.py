@@ -1,22 +1,46 @@
-"""What several commands take: the app, the broker, which dead letters, positions and times."""
+"""Arguments shared by several commands: app, broker, dead-letter filters, positions and times."""
 
 from __future__ import annotations
 
 import re
+import sys
 from datetime import datetime
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keylane.cli.survey import Selection
+from keylane.cli.dlq_summary import DeadLetterFilter
+from keylane.dlq.record import DeadLetterKind
 from keylane.errors import SettingsError
-from keylane.kafka.letter import Kind
-from keylane.kafka.settings import KafkaSettings
+from keylane.kafka.settings import client_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from keylane.kafka.settings import KafkaSettings
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
+
+def app_name(given: str | None) -> str | None:
+    """Return an app's name: as given, or of the app at MODULE:APP. Raises SettingsError if that does not import."""
+    if given is None or ":" not in given:
+        return given
+    from keylane.spark.packaging import load  # noqa: PLC0415 - takes half a second; a plain name needs nothing of it
+
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    return load(given).name
+
+
 App = Annotated[
-    str, typer.Argument(metavar="APP", help="The app's name, as its topics APP.dlq and APP.state have it.")
+    str,
+    typer.Argument(
+        metavar="APP",
+        help="The app's name, as in its topics APP.dlq and APP.state; or MODULE:APP.",
+        callback=app_name,
+    ),
 ]
 Bootstrap = Annotated[
     str | None,
@@ -30,44 +54,67 @@ Options = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="A setting for the Kafka client, e.g. -o kafka.security.protocol=SSL",
+        help="A setting for the Kafka client, e.g. -o kafka.security.protocol=SSL; @FILE reads settings from a file.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 
-Stage = Annotated[str | None, typer.Option(help="Only those that failed in this stage.")]
+Stage = Annotated[str | None, typer.Option(help="Only dead letters that failed in this stage.")]
 Error = Annotated[
     str | None, typer.Option(help="Only this class of error, e.g. TimeoutError or shop.bank.Refused.")
 ]
 Since = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="Only those that failed then or later: 30m, 2h, 7d, or a time."),
+    typer.Option(metavar="TIME", help="Only dead letters that failed since: 30m, 2h, 7d ago, or a time."),
 ]
 Until = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="Only those that failed before: 2h, or 2026-11-16T10:00."),
+    typer.Option(metavar="TIME", help="Only dead letters that failed before: 2h ago, or 2026-11-16T10:00."),
 ]
 OfKind = Annotated[
-    Kind | None, typer.Option(help="Only those whose lane went on, stands still, or was parked.")
+    DeadLetterKind | None,
+    typer.Option(help="Only this kind: the lane continued (dead), is blocked (archived), or was parked."),
 ]
 
 
 def client(bootstrap: str | None, option: list[str] | None) -> KafkaSettings:
-    """How to reach the broker, from the command line. Raises SettingsError."""
+    """Return the client settings from the command line. Raises SettingsError."""
     if not bootstrap:
         raise SettingsError(
-            "no broker given: use --bootstrap host:9092 or set KEYLANE_BOOTSTRAP. "
+            "no broker address: pass --bootstrap host:9092 or set KEYLANE_BOOTSTRAP. "
             "'keylane broker start' starts one on this machine"
         )
     extra = []
-    for pair in option or ():
+    for pair in from_files(option or ()):
         setting, equals, value = pair.partition("=")
         if not equals or not setting.startswith("kafka."):
             raise SettingsError(
-                f"--option {pair!r}: needs kafka.NAME=VALUE, e.g. kafka.security.protocol=SSL"
+                f"--option: expected kafka.NAME=VALUE, such as kafka.security.protocol=SSL; got {pair!r}"
             )
         extra.append((setting.removeprefix("kafka."), value))
-    return KafkaSettings(bootstrap, tuple(sorted(extra)))
+    return client_settings(bootstrap, dict(extra))
+
+
+def from_files(pairs: Iterable[str]) -> Iterator[str]:
+    """Replace each ``@FILE`` with the options in the file, one per line; blank lines and ``#`` lines are skipped.
+
+    Secrets belong in such a file or in the environment: every user of the machine can see a command line. Options
+    further right on the command line override those of a file. Raises SettingsError.
+    """
+    for pair in pairs:
+        if not pair.startswith("@"):
+            yield pair
+            continue
+        try:
+            text = Path(pair[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--option {pair}: could not read the file: {error}") from None
+        for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+            if line and not line.startswith("#"):
+                if "=" not in line:  # do not show the text: it may be a secret
+                    raise SettingsError(f"--option {pair}: expected NAME=VALUE in line {number} of the file")
+                name, _, value = line.partition("=")
+                yield f"{name.strip()}={value.strip()}"
 
 
 def select(
@@ -78,10 +125,10 @@ def select(
     error: str | None,
     since: str | None,
     until: str | None,
-    kind: Kind | None,
-) -> Selection:
-    """Which letters are meant. Raises SettingsError for times that make no sense."""
-    selection = Selection(
+    kind: DeadLetterKind | None,
+) -> DeadLetterFilter:
+    """Return the filter for dead letters. Raises SettingsError for invalid times."""
+    selection = DeadLetterFilter(
         key=key,
         stage=stage,
         error=error,
@@ -90,12 +137,12 @@ def select(
         kind=kind,
     )
     if selection.since is not None and selection.until is not None and selection.since >= selection.until:
-        raise SettingsError(f"--since {since} is not before --until {until}: no letter can be in between")
+        raise SettingsError(f"--since must be before --until, got {since} and {until}")
     return selection
 
 
 def moment(text: str, now: float, what: str) -> float:
-    """Unix seconds of a time, or of so long ago; a time without a zone is local. Raises SettingsError."""
+    """Convert a time or an age to Unix seconds; a time without a zone is local. Raises SettingsError."""
     ago = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)([smhdw])", text)
     if ago:
         return now - float(ago[1]) * _UNITS[ago[2]]
@@ -103,13 +150,15 @@ def moment(text: str, now: float, what: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
         raise SettingsError(
-            f"{what} {text!r}: needs how long ago (30m, 2h, 7d) or a time (2026-11-16T10:00 is local, …Z is UTC)"
+            f"{what}: expected an age (30m, 2h, 7d) or a time (2026-11-16T10:00 is local, …Z is UTC), got {text!r}"
         ) from None
 
 
 def place(text: str) -> tuple[int, int]:
-    """Partition and offset. Raises SettingsError."""
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,18})", text)
+    """Parse ``3@17`` or ``topic/3@17`` into partition and offset; ``3/17`` works too. Raises SettingsError."""
+    found = re.fullmatch(r"(?:(?:[A-Za-z0-9._-]{1,249}/)?([0-9]{1,9})@|([0-9]{1,9})/)([0-9]{1,18})", text)
     if found is None:
-        raise SettingsError(f"{text!r} is no position: needs PARTITION/OFFSET, such as 3/17")
-    return int(found[1]), int(found[2])
+        raise SettingsError(
+            f"expected a position PARTITION@OFFSET, such as 3@17 or chat.dlq/3@17, got {text!r}"
+        )
+    return int(found[1] or found[2]), int(found[3])

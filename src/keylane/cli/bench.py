@@ -1,4 +1,4 @@
-"""``keylane bench``: the benchmarks of the checkout that this package runs from."""
+"""``keylane bench``: the benchmarks of the repository."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from keylane.errors import SettingsError
 def bench(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORKLOAD]… [OPTIONS]", help="What to measure and how; --list shows what."),
+        typer.Argument(
+            metavar="[WORKLOAD]… [OPTIONS]", help="What to measure and how; --list shows the workloads."
+        ),
     ] = None,
 ) -> None:
-    """Measure Keylane beside its peers: how fast a topic is drained, how long a message takes, what it costs.
+    """Compare Keylane with its peers: drain rate, latency and cost.
 
-    The benchmarks and the peers are part of the repository, not of the package: run it inside a checkout. It needs
-    Go for the load generator; a peer whose tools are missing (Maven, Java) is left out, and the output says so.
+    The benchmarks and the peers are in the repository, not in the package: run this inside a checkout. The load
+    generator needs Go. A peer whose tools (Maven, Java) are missing is skipped, and the output says so.
 
     \b
     keylane bench --list
@@ -42,7 +44,7 @@ def bench(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", "bench", *(arguments or [])]
     with subprocess.Popen(command, cwd=root, env=environment) as running:  # noqa: S603 - our own program
-        # Ctrl-C reaches it too, and it stops what it started; SIGTERM is passed on.
+        # Ctrl-C reaches the child too, which stops what it started; SIGTERM is passed on.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, _frame: running.send_signal(number))
         code = running.wait()
@@ -50,7 +52,7 @@ def bench(
 
 
 def find_checkout(here: Path, package: Path) -> Path | None:
-    """The checkout around this folder, or the one that the package itself is in; None when there is none."""
+    """Return the checkout around this folder or around the package; None if there is none."""
     for root in (here, *here.parents, *package.parents):
         if (root / "bench" / "__main__.py").is_file() and (root / "src" / "keylane").is_dir():
             return root

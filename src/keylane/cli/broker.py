@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from keylane.broker import Broker, BrokerError, State, shown
+from keylane.broker import Broker, BrokerState, EmbeddedBrokerError, shown
+from keylane.cli.layout import safe
 from keylane.errors import KeylaneError
 
 P = ParamSpec("P")
@@ -21,11 +22,11 @@ P = ParamSpec("P")
 app = typer.Typer(
     name="broker",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     help="""Real Kafka on this machine, for development, demos and tests.
 
     Kafka 4.3 in KRaft mode, listening on 127.0.0.1 only. Its jars (45 MB) are fetched once and checked
-    against known hashes; after that a broker is up in about two seconds. All it needs is Java 17 or newer.
+    against known hashes; after that a broker starts in about two seconds. It needs Java 17 or newer.
     """,
 )
 
@@ -33,14 +34,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead
 
 
 def _friendly(command: Callable[P, None]) -> Callable[P, None]:
-    """Turns an error that a user can act on into a sentence on stderr and exit code 2."""
+    """Print an error that a user can act on to stderr, and exit with code 2."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
         except KeylaneError as error:
-            typer.echo(f"keylane: {error}", err=True)
+            typer.echo(safe(f"keylane: {error}"), err=True)
             raise typer.Exit(2) from error
 
     return wrapped
@@ -55,7 +56,7 @@ def start(
             min=1,
             max=65535,
             show_default="any free port",
-            help="Port for clients. With several nodes: the first node's; the others have the following ports.",
+            help="Port for clients. With several nodes, the first one's; the others use the ports after it.",
         ),
     ] = None,
     nodes: Annotated[
@@ -64,7 +65,7 @@ def start(
             min=1,
             max=9,
             show_default="1, or as many as --data has",
-            help="Nodes, each a process of its own. With 3, topics have three replicas and one node may fail.",
+            help="Number of nodes, one process each. With 3, topics have three replicas and one node may fail.",
         ),
     ] = None,
     data: Annotated[
@@ -72,7 +73,7 @@ def start(
         typer.Option(
             file_okay=False,
             show_default="a temporary folder",
-            help="Folder for the data: a new or empty one, or one with the data of an earlier broker.",
+            help="Folder for the data: new, empty, or with the data of an earlier broker.",
         ),
     ] = None,
     keep: Annotated[
@@ -80,27 +81,33 @@ def start(
         typer.Option(
             "--keep/--no-keep",
             show_default="--keep with --data, otherwise --no-keep",
-            help="Whether the data stays when the broker is stopped.",
+            help="Keep the data when the broker is stopped.",
         ),
     ] = None,
-    heap: Annotated[str, typer.Option(help="Java's heap for each node, such as 512m or 2g.")] = "512m",
+    heap: Annotated[str, typer.Option(help="Java heap size of each node, such as 512m or 2g.")] = "512m",
     as_json: Json = False,
 ) -> None:
     """Start a broker in the background, and print how to reach it.
 
-    It runs until `keylane broker stop`; closing the terminal does not end it.
-    Topics are not created by themselves: a misspelt name is an error.
+    It runs until 'keylane broker stop'; closing the terminal does not end it.
+    Topics are not created automatically, so a misspelt name is an error. Use 'keylane topic create'.
 
-    **Examples**
-
-    - `keylane broker start`: one node on a free port, data thrown away at the stop
-    - `keylane broker start --port 9092 --data ./kafka`: always the same port, and the data stays
-    - `keylane broker start --nodes 3`: three nodes, for trying what happens when one fails
-    - `keylane broker start --json | jq -r .bootstrap`: for scripts
-    """
+    \b
+    keylane broker start
+    keylane broker start --port 9092 --data ./kafka
+    keylane broker start --nodes 3
+    keylane broker start --json | jq -r .bootstrap
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     with shown() as progress:
         broker = Broker(
-            nodes=nodes, data=data, keep=keep, port=port, heap=heap, detached=True, progress=progress
+            nodes=nodes,
+            data=data,
+            keep=keep,
+            port=port,
+            heap=heap,
+            detached=True,
+            command_folder=Path.cwd(),
+            progress=progress,
         )
         broker.start()
     if as_json:
@@ -113,7 +120,7 @@ def start(
             }
         )
         return
-    fate = "stays after the stop" if broker.keep else "thrown away at the stop"
+    fate = "kept when the broker stops" if broker.keep else "deleted when the broker stops"
     typer.echo(f"broker     {broker.id}")
     typer.echo(f"bootstrap  {broker.bootstrap}")
     typer.echo(f"data       {broker.data} ({fate})")
@@ -126,40 +133,41 @@ def stop(
     broker_id: Annotated[
         str | None,
         typer.Argument(
-            metavar="ID", help="Which broker; may be left out if only one runs.", show_default=False
+            metavar="ID",
+            help="Which broker; optional if only one was started from this folder.",
+            show_default=False,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Stop all that were started with `keylane broker start`.")
+        bool, typer.Option("--all", help="Stop every broker that was started with 'keylane broker start'.")
     ] = False,
     keep: Annotated[
         bool | None,
         typer.Option(
             "--keep/--discard",
-            show_default="as said at the start",
-            help="Keep the data, or throw it away.",
+            show_default="as chosen at the start",
+            help="Keep the data, or delete it.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Stop a broker, and throw its data away unless it is to be kept.
+    """Stop a broker, and delete its data unless it was started with --keep.
 
-    A broker that died is cleaned up the same way. Brokers that belong to a running program, such as a test,
-    end with that program; they are stopped from here only if named.
+    A broker that died is cleaned up the same way. Without an ID, this stops only a broker that 'keylane broker start'
+    started from this folder: others may be in use elsewhere. To stop a broker that a program started, give its ID.
 
-    **Examples**
-
-    - `keylane broker stop`: the only one
-    - `keylane broker stop k7f3q2 --keep`: this one, and its data stays
-    - `keylane broker stop --all`
-    """
+    \b
+    keylane broker stop
+    keylane broker stop k7f3q2 --keep
+    keylane broker stop --all
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopped = []
     for broker in _chosen(broker_id, every=every):
         fact = {"id": broker.id, "data": str(broker.data), "kept": broker.keep if keep is None else keep}
         broker.stop(keep=keep)
         stopped.append(fact)
         if not as_json:
-            fate = f"its data is in {fact['data']}" if fact["kept"] else "its data is gone"
+            fate = f"its data is in {fact['data']}" if fact["kept"] else "its data was deleted"
             typer.echo(f"stopped {fact['id']}; {fate}")
     if as_json:
         _print_json(stopped)
@@ -172,20 +180,19 @@ def stop(
 def status(
     broker_id: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="Which broker; all if left out.", show_default=False),
+        typer.Argument(metavar="ID", help="Which broker; all by default.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the brokers of this user: which run, which died, where they listen and what they hold.
+    """Show this user's brokers: their state, address and size of data.
 
-    `degraded` means that some of a broker's nodes run and others do not; `dead` that none does.
-    A dead broker keeps its data until `keylane broker stop ID`.
+    'degraded' means that some of a broker's nodes are down, 'dead' that all of them are.
+    A dead broker keeps its data until 'keylane broker stop ID'.
 
-    **Examples**
-
-    - `keylane broker status`
-    - `keylane broker status k7f3q2 --json`
-    """
+    \b
+    keylane broker status
+    keylane broker status k7f3q2 --json
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     brokers = Broker.list() if broker_id is None else (Broker.find(broker_id),)
     if as_json:
         _print_json([_facts(broker) for broker in brokers])
@@ -197,7 +204,7 @@ def status(
     for heading in ("ID", "STATE", "BOOTSTRAP", "UP", "DATA", "FOLDER", "OWNER"):
         table.add_column(heading, overflow="fold")
     for broker in brokers:
-        up = _duration(broker.uptime) if broker.state is not State.DEAD else "-"
+        up = _duration(broker.uptime) if broker.state is not BrokerState.DEAD else "-"
         owner = "-" if broker.owner is None else f"process {broker.owner}"
         addresses = broker.bootstrap.replace(",", "\n")
         table.add_row(
@@ -207,24 +214,38 @@ def status(
 
 
 def _chosen(broker_id: str | None, *, every: bool) -> tuple[Broker, ...]:
-    """The brokers to stop. Raises BrokerError if that is not clear."""
+    """Return the brokers to stop. Raises EmbeddedBrokerError if the choice is ambiguous."""
     if broker_id is not None:
         if every:
-            raise BrokerError("give an id or --all, not both")
+            raise EmbeddedBrokerError("give an id or --all, not both")
         return (Broker.find(broker_id),)
-    ours = tuple(broker for broker in Broker.list() if broker.owner is None)
+    ours = tuple(broker for broker in Broker.list() if broker.command_folder is not None)
     if every:
         return ours
-    running = tuple(broker for broker in ours if broker.state is not State.DEAD)
-    if len(running) == 1:
-        return running
+    here = str(Path.cwd())
+    running = tuple(broker for broker in ours if broker.state is not BrokerState.DEAD)
+    near = tuple(broker for broker in running if broker.command_folder == here)
+    if len(near) == 1:
+        return near
+    if near:
+        raise EmbeddedBrokerError(
+            f"several brokers were started from this folder: {_named(near)}. Give an ID, or --all"
+        )
     if running:
-        names = ", ".join(f"{broker.id} ({broker.bootstrap})" for broker in running)
-        raise BrokerError(f"{len(running)} brokers run: {names}; say which one, or --all")
+        raise EmbeddedBrokerError(
+            f"no running broker was started from this folder ({here}); others: {_named(running)}. "
+            "To stop one of them: `keylane broker stop ID`"
+        )
     if ours:
         names = ", ".join(broker.id for broker in ours)
-        raise BrokerError(f"no broker runs; dead: {names}; `keylane broker stop ID` or --all cleans up")
-    raise BrokerError("no broker runs that was started with `keylane broker start`")
+        raise EmbeddedBrokerError(
+            f"no broker is running; dead: {names}. `keylane broker stop ID` or --all cleans up"
+        )
+    raise EmbeddedBrokerError("no running broker was started with `keylane broker start`")
+
+
+def _named(brokers: tuple[Broker, ...]) -> str:
+    return ", ".join(f"{broker.id} ({broker.bootstrap}, from {broker.command_folder})" for broker in brokers)
 
 
 def _facts(broker: Broker) -> dict[str, Any]:
@@ -232,7 +253,7 @@ def _facts(broker: Broker) -> dict[str, Any]:
         "id": broker.id,
         "state": broker.state.value,
         "bootstrap": broker.bootstrap,
-        "uptime_seconds": round(broker.uptime, 1) if broker.state is not State.DEAD else None,
+        "uptime_seconds": round(broker.uptime, 1) if broker.state is not BrokerState.DEAD else None,
         "data": str(broker.data),
         "data_bytes": broker.size(),
         "keep": broker.keep,

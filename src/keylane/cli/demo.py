@@ -1,4 +1,4 @@
-"""``keylane demo``: a broker, a load, an app and a verdict, on this machine, in a minute."""
+"""``keylane demo``: a broker, a load, an app and a check of the results, on this machine, in a minute."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from keylane.cli.layout import StatusLine, counted
 from keylane.demo.reader import percentile
 from keylane.errors import KeylaneError, SettingsError
 
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.demo.reader import ResultReader
-    from keylane.seed import Load
+    from keylane.demo.seed import SeedLoad
     from keylane.spark.query import LaneQuery
 
 PARTITIONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the demo measured."""
+class DemoFacts:
+    """Measurements of one demo run."""
 
     messages: int
     keys: int
@@ -64,14 +65,14 @@ class Facts:
 
     @property
     def sound(self) -> bool:
-        """Whether everything promised was kept."""
+        """Whether every guarantee was kept."""
         kept = self.dead_letters == self.dead_letters_expected and self.affinity == 1.0
         return kept and not (self.ordering_violations or self.duplicates or self.lost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What Spark saw."""
+    """Figures that Spark computed."""
 
     retries: int
     dead: int
@@ -81,27 +82,27 @@ class Outcomes:
 
 
 def demo(
-    messages: Annotated[int, typer.Option(help="How many chat messages.")] = 20_000,
-    keys: Annotated[int, typer.Option(help="How many chats they belong to.")] = 4_000,
-    rate: Annotated[float, typer.Option(help="Messages per second that arrive.")] = 1_000.0,
+    messages: Annotated[int, typer.Option(help="Number of chat messages.")] = 20_000,
+    keys: Annotated[int, typer.Option(help="Number of chats they belong to.")] = 4_000,
+    rate: Annotated[float, typer.Option(help="Messages per second.")] = 1_000.0,
     master: Annotated[str, typer.Option(help="Spark's master.")] = "local[2]",
     epoch: Annotated[
-        float, typer.Option(help="Seconds per epoch; try 5 to see the lanes move house.")
+        float, typer.Option(help="Seconds per epoch; try 5 to see lanes move between tasks.")
     ] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    """See it at work: thousands of chats through a four-stage pipeline, one message in ten failing at first.
+    """Run thousands of chats through a four-stage pipeline in which one message in ten fails at first.
 
-    Starts a real Kafka broker, offers the load, runs the app on Spark, reads the results back and judges them: order
-    inside each chat, losses, duplicates, latency. Everything it starts it stops. Takes about a minute, the first time
-    one more for Kafka's jars.
+    Starts a real Kafka broker, sends the load, runs the app on Spark, reads the results back and checks them: order
+    inside each chat, losses, duplicates, latency. Stops everything it started. Takes about a minute; the first run
+    takes another minute to fetch Kafka's jars.
 
     \b
     keylane demo
     keylane demo --messages 60000 --rate 2000 --keys 2000
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if messages < 1 or keys < 1 or rate <= 0:
-        raise SettingsError("--messages and --keys need at least 1, --rate a number above 0")
+        raise SettingsError("--messages and --keys must be at least 1, --rate greater than 0")
     console = Console(stderr=True)
     facts = _Demo(console, messages, keys, rate, master, epoch).run()
     if json:
@@ -109,7 +110,7 @@ def demo(
     else:
         _show(Console(), facts)
     if not facts.sound:
-        raise KeylaneError("the demo's promises were not kept: see the figures above. Please report this")
+        raise KeylaneError("a guarantee was broken: see the figures above. Please report this")
 
 
 class _Demo:
@@ -118,21 +119,23 @@ class _Demo:
     def __init__(
         self, console: Console, messages: int, keys: int, rate: float, master: str, epoch: float
     ) -> None:
-        from keylane.seed import Load  # noqa: PLC0415 - the Kafka client is not needed for --help
+        from keylane.demo.seed import SeedLoad  # noqa: PLC0415 - the Kafka client is not needed for --help
 
         self._console = console
-        self._load: Load = Load(messages=messages, keys=keys, key_prefix="chat-", value_size=200, seed=1)
+        self._load: SeedLoad = SeedLoad(
+            messages=messages, keys=keys, key_prefix="chat-", value_size=200, seed=1
+        )
         self._rate = rate
         self._master = master
         self._epoch = epoch
 
-    def run(self) -> Facts:
+    def run(self) -> DemoFacts:
         from keylane.broker import Broker, shown  # noqa: PLC0415
         from keylane.demo.chat import SINK, SOURCE, app, failures, is_poison, stage_seconds  # noqa: PLC0415
         from keylane.demo.reader import ResultReader  # noqa: PLC0415
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415
         from keylane.kafka.settings import KafkaSettings  # noqa: PLC0415
-        from keylane.spark.session import session  # noqa: PLC0415
+        from keylane.spark.spark_session import session  # noqa: PLC0415
 
         logging.getLogger("keylane").setLevel(logging.ERROR)
         console, load = self._console, self._load
@@ -155,7 +158,7 @@ class _Demo:
                 epoch=self._epoch,
                 format="parquet",
                 path=str(folder / "outcomes"),
-                checkpointLocation=str(folder / "checkpoint"),
+                checkpoint_location=str(folder / "checkpoint"),
             )
             reader = ResultReader(broker.bootstrap, SINK, PARTITIONS, lambda e: failures(e) > 0)
             reader.start()
@@ -166,7 +169,7 @@ class _Demo:
             query.stop()
             seen = self._outcomes(spark, folder / "outcomes")
             clean = [stage_seconds(e) * 1000 for e in ids if not failures(e) and not is_poison(e)]
-            return Facts(
+            return DemoFacts(
                 messages=load.messages,
                 keys=load.keys,
                 offered_per_second=self._rate,
@@ -190,12 +193,15 @@ class _Demo:
             )
 
     def _warm_up(self, query: LaneQuery, bootstrap: str, topic: str, reader: ResultReader) -> None:
-        """Wait until the app answers: Spark's start is not what the demo measures."""
-        from keylane.seed import Load, Target, send  # noqa: PLC0415
+        """Wait for the app's first results: Spark's start is not part of the measurement."""
+        from keylane.demo.seed import SeedLoad, Target, send  # noqa: PLC0415
 
-        send(Load(messages=16, keys=16, key_prefix="warm-", seed=0), Target(topic=topic, bootstrap=bootstrap))
+        send(
+            SeedLoad(messages=16, keys=16, key_prefix="warm-", seed=0),
+            Target(topic=topic, bootstrap=bootstrap),
+        )
         deadline = time.monotonic() + 120
-        with self._console.status("waiting for the first answers …"):
+        with StatusLine(self._console, "waiting for the first results …"):
             while reader.count < 16 and query.isActive and time.monotonic() < deadline:
                 time.sleep(0.1)
         self._check(query)
@@ -204,8 +210,8 @@ class _Demo:
     def _offer(
         self, bootstrap: str, topic: str, reader: ResultReader, query: LaneQuery, expected: int
     ) -> None:
-        """Offer the load at its rate and show the results coming out, until all are there."""
-        from keylane.seed import Target, send  # noqa: PLC0415
+        """Send the load at its rate and show the results until all have arrived."""
+        from keylane.demo.seed import Target, send  # noqa: PLC0415
 
         target = Target(topic=topic, bootstrap=bootstrap, rate=self._rate)
         failed: list[KeylaneError] = []
@@ -235,15 +241,15 @@ class _Demo:
                 if reader.count > seen:
                     seen, quiet_since = reader.count, time.monotonic()
                 elif not sender.is_alive() and time.monotonic() - quiet_since > 30:
-                    break  # what is missing by now is lost; the figures will say so
+                    break  # results missing by now are lost; the figures will say so
                 bar.update(
                     task,
                     completed=seen,
-                    description=f"answers · p99 {percentile(reader.all_latencies[-2000:], 0.99):.0f} ms",
+                    description=f"results · p99 {percentile(reader.all_latencies[-2000:], 0.99):.0f} ms",
                 )
                 if not self._console.is_terminal and seen - told >= 5000:
                     told = seen
-                    self._console.print(f"{seen:,} of {expected:,} answers")
+                    self._console.print(f"{seen:,} of {expected:,} results")
         sender.join(10)
         if failed:
             raise failed[0]
@@ -251,13 +257,13 @@ class _Demo:
     @staticmethod
     def _check(query: LaneQuery) -> None:
         if not query.isActive:
-            from keylane.spark.failure import cause  # noqa: PLC0415 - not needed for --help
+            from keylane.spark.failure_report import cause  # noqa: PLC0415 - not needed for --help
 
-            raise KeylaneError(f"the app ended before its time: {cause(query.exception()).line}")
+            raise KeylaneError(f"the app ended too early: {cause(query.exception()).line}")
 
     @staticmethod
     def _outcomes(spark: SparkSession, path: Path) -> Outcomes:
-        """Retries, dead letters and affinity, by Spark SQL over the outcome rows that the query wrote."""
+        """Compute retries, dead letters and affinity with Spark SQL from the query's outcome rows."""
         spark.read.parquet(str(path)).where("key LIKE 'chat-%'").createOrReplaceTempView("outcomes")
         total = spark.sql(
             "SELECT sum(attempts - 1) AS retries, count_if(outcome = 'dead') AS dead, "
@@ -268,7 +274,7 @@ class _Demo:
             "(SELECT key, epoch, count(DISTINCT owner) AS owners FROM outcomes GROUP BY key, epoch)"
         ).first()
         if total is None or owners is None:
-            raise KeylaneError("Spark wrote no outcomes")
+            raise KeylaneError("expected outcome rows from Spark, found none")
         return Outcomes(
             retries=total.retries,
             dead=total.dead,
@@ -278,19 +284,19 @@ class _Demo:
         )
 
 
-def _show(console: Console, facts: Facts) -> None:
+def _show(console: Console, facts: DemoFacts) -> None:
     table = Table(
-        title=f"{facts.messages:,} messages of {facts.keys:,} chats, {facts.offered_per_second:,.0f}/s offered"
+        title=f"{facts.messages:,} messages of {facts.keys:,} chats, {facts.offered_per_second:,.0f}/s sent"
     )
-    for column in ("", "measured", "expected", "where from"):
+    for column in ("", "measured", "expected", "source"):
         table.add_column(column, justify="right" if column in ("measured", "expected") else "left")
     rows = [
         ("results", f"{facts.results:,}", f"{facts.messages - facts.dead_letters_expected:,}", "read back"),
         ("throughput", f"{facts.throughput_per_second:,.0f}/s", f"{facts.offered_per_second:,.0f}/s", "first to last"),
         ("end to end p50", f"{facts.p50_ms:.0f} ms", f"{facts.stages_p50_ms:.0f} ms in stages", "due to arrival"),
-        ("end to end p95", f"{facts.p95_ms:.0f} ms", "", "the same; retries wait for their backoff"),
+        ("end to end p95", f"{facts.p95_ms:.0f} ms", "", "the same; includes the backoff of retries"),
         ("end to end p99", f"{facts.p99_ms:.0f} ms", "", "the same"),
-        ("p99 without failure", f"{facts.clean_p99_ms:.0f} ms", "", "messages that did not fail themselves"),
+        ("p99 without failure", f"{facts.clean_p99_ms:.0f} ms", "", "messages that did not fail"),
         ("retries", f"{facts.retries:,}", f"{facts.failed_at_first:,} fail at first", "outcome rows, by Spark SQL"),
         ("dead letters", f"{facts.dead_letters:,}", f"{facts.dead_letters_expected:,}", "the same, and in chat.dlq"),
         ("ordering violations", f"{facts.ordering_violations:,}", "0", "sequence of each chat in chat.out"),
@@ -302,6 +308,7 @@ def _show(console: Console, facts: Facts) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(
-        f"Stages: 5 + 20 + 50 to 80 + 10 ms. Broker, load and Spark shared this machine; {facts.tasks} tasks, "
-        f"{facts.epochs} epochs. {'Every promise was kept.' if facts.sound else 'A PROMISE WAS BROKEN.'}"
+        "Stages: 5 + 20 + 50 to 80 + 10 ms. Broker, load and Spark shared this machine; "
+        f"{counted(facts.tasks, 'task')}, {counted(facts.epochs, 'epoch')}. "
+        f"{'Every guarantee was kept.' if facts.sound else 'A GUARANTEE WAS BROKEN.'}"
     )

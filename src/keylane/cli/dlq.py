@@ -23,14 +23,15 @@ from keylane.cli.arguments import (
     place,
     select,
 )
+from keylane.cli.dlq_summary import DeadLetterSummary
 from keylane.cli.keys import parse_key, show_key
 from keylane.cli.letter_view import letter_facts, list_facts, print_letter, print_list
 from keylane.cli.redrive import redrive
-from keylane.cli.survey import Survey
-from keylane.errors import KafkaError, KeylaneError, SettingsError
-from keylane.kafka.letter import Letter, Unreadable
-from keylane.kafka.letters import read_letters, redriven_offsets
+from keylane.dlq.reader import read_dead_letters
+from keylane.dlq.record import DeadLetter, UnreadableDeadLetter
+from keylane.errors import BrokerError, KeylaneError, SettingsError
 from keylane.kafka.settings import KafkaSettings
+from keylane.state.admin import known_dead_letters
 
 app = typer.Typer(
     name="dlq",
@@ -45,7 +46,7 @@ def list_(
     name: App,
     bootstrap: Bootstrap = None,
     key: Annotated[
-        str | None, typer.Option(help="Only this key: text, or hex:… for bytes that are no text.")
+        str | None, typer.Option(help="Only this key: text, or hex:… for bytes that are not text.")
     ] = None,
     stage: Stage = None,
     error: Error = None,
@@ -53,17 +54,22 @@ def list_(
     until: Until = None,
     kind: OfKind = None,
     letters: Annotated[
-        bool, typer.Option("--letters", help="Single letters, the newest first, instead of causes.")
+        bool,
+        typer.Option(
+            "--letters",
+            help="List dead letters instead of causes: each lane in order, the newest lane first.",
+        ),
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 50,
-    every: Annotated[bool, typer.Option("--all", help="Also those that were redriven.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many lines.")] = 50,
+    every: Annotated[bool, typer.Option("--all", help="Include redriven dead letters.")] = False,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Show what failed and why: the letters by cause, the most frequent first.
+    """Show what failed and why: the dead letters by cause, the most frequent first.
 
-    Letters have one cause when stage, class and message are the same, numbers in the message aside. EXAMPLE is where
-    one of them lies: 'keylane dlq show' tells all about it. What was parked behind a message has that message's cause.
+    Dead letters have the same cause when stage, error class and message are equal, except for numbers in the message.
+    EXAMPLE is the position of one of them in APP.dlq, for 'keylane dlq show'; CAUSE is its error. A message that was
+    parked behind another one has that message's cause.
 
     \b
     keylane dlq list chat
@@ -80,9 +86,10 @@ def list_(
         kind=kind,
     )
     settings = client(bootstrap, option)
-    survey = Survey(selection, redriven_offsets(settings, name), every=every, keep=limit if letters else 0)
-    for each in read_letters(settings, f"{name}.dlq"):
-        survey.add(each)
+    facts = known_dead_letters(settings, name)
+    survey = DeadLetterSummary(selection, facts.redriven, every=every, keep=limit if letters else 0)
+    for each in read_dead_letters(settings, f"{name}.dlq"):
+        survey.add(facts.home.check(each))
     if selection.key is not None and not survey.key_met:
         raise KeylaneError(f"no dead letter of app {name!r} has the key {show_key(selection.key)}")
     if as_json:
@@ -96,10 +103,11 @@ def show(
     name: App,
     position: Annotated[
         str | None,
-        typer.Argument(metavar="PARTITION/OFFSET", help="Its place in APP.dlq.", show_default=False),
+        typer.Argument(metavar="PARTITION@OFFSET", help="Its position in APP.dlq.", show_default=False),
     ] = None,
     source: Annotated[
-        str | None, typer.Option(metavar="PARTITION/OFFSET", help="The place of its message in the source.")
+        str | None,
+        typer.Option(metavar="PARTITION@OFFSET", help="The position of its message in the source."),
     ] = None,
     bootstrap: Bootstrap = None,
     raw: Annotated[
@@ -108,58 +116,67 @@ def show(
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Show all about one letter: why it is dead, each attempt, the traceback, and the message as it came.
+    """Show one dead letter: its error, each attempt, the traceback, and the original message.
 
-    When a message died more than once, --source shows its newest letter and names the others.
+    When a message has several dead letters, --source shows the newest and lists the others.
 
     \b
-    keylane dlq show chat 3/17
-    keylane dlq show chat --source 3/1042
-    keylane dlq show chat 3/17 --raw > value.bin
+    keylane dlq show chat 3@17
+    keylane dlq show chat --source 3@1042
+    keylane dlq show chat 3@17 --raw > value.bin
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if (position is None) == (source is None):
-        raise SettingsError("say which letter: its PARTITION/OFFSET in the dead-letter topic, or --source")
+        raise SettingsError(
+            "expected one dead letter: give its PARTITION@OFFSET in the dead-letter topic, or --source"
+        )
     if raw and as_json:
         raise SettingsError("give --raw or --json, not both")
     settings = client(bootstrap, option)
     if position is not None:
         found = _at(settings, name, *place(position))
-        others: list[Letter] = []
+        others: list[DeadLetter] = []
     else:
         *others, found = _from(settings, name, *place(source or ""))
     if raw:
         if found.value is None:
-            raise KeylaneError(f"letter {found.position} of app {name!r} has no value: it is a tombstone")
+            raise KeylaneError(f"dead letter {name}.dlq/{found.position} has no value: it is a tombstone")
         sys.stdout.buffer.write(found.value)
         sys.stdout.buffer.flush()
         return
-    redriven = found.offset in redriven_offsets(settings, name).get(found.partition, ())
+    facts = known_dead_letters(settings, name)
+    redriven = found.offset in facts.redriven.get(found.partition, ())
+    checked = facts.home.check(found)
+    foreign = (
+        checked.reason
+        if isinstance(found, DeadLetter) and isinstance(checked, UnreadableDeadLetter)
+        else None
+    )
     if as_json:
-        typer.echo(json.dumps(letter_facts(found, others, redriven=redriven)))
+        typer.echo(json.dumps({**letter_facts(found, others, redriven=redriven), "foreign": foreign}))
     else:
-        print_letter(name, found, others, redriven=redriven)
+        print_letter(name, found, others, redriven=redriven, foreign=foreign)
 
 
 app.command()(redrive)
 
 
-def _at(settings: KafkaSettings, name: str, partition: int, offset: int) -> Letter | Unreadable:
+def _at(settings: KafkaSettings, name: str, partition: int, offset: int) -> DeadLetter | UnreadableDeadLetter:
     span = {"start": {partition: offset}, "upto": {partition: offset + 1}}
-    for letter in read_letters(settings, f"{name}.dlq", partitions=[partition], **span):
+    for letter in read_dead_letters(settings, f"{name}.dlq", partitions=[partition], **span):
         return letter
-    raise KafkaError(
-        f"nothing lies at {partition}/{offset} of topic '{name}.dlq': it ends before, or it was deleted by its age. "
-        f"'keylane dlq list {name} --letters' shows what is there"
+    raise BrokerError(
+        f"no dead letter at {name}.dlq/{partition}@{offset}: the partition ends before it, or retention deleted it. "
+        f"'keylane dlq list {name} --letters' lists those that exist"
     )
 
 
-def _from(settings: KafkaSettings, name: str, partition: int, offset: int) -> list[Letter]:
-    """The letters of one message, the newest last: they lie in the partition that it lay in."""
+def _from(settings: KafkaSettings, name: str, partition: int, offset: int) -> list[DeadLetter]:
+    """Return the dead letters of one message, the newest last; they are in the partition of the same number."""
     found = [
         each
-        for each in read_letters(settings, f"{name}.dlq", partitions=[partition])
-        if isinstance(each, Letter) and (each.source_partition, each.source_offset) == (partition, offset)
+        for each in read_dead_letters(settings, f"{name}.dlq", partitions=[partition])
+        if isinstance(each, DeadLetter) and (each.source_partition, each.source_offset) == (partition, offset)
     ]
     if not found:
-        raise KafkaError(f"no dead letter of app {name!r} came from {partition}/{offset} of its source")
+        raise BrokerError(f"app {name!r} has no dead letter for {partition}@{offset} of its source")
     return found

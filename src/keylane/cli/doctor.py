@@ -1,4 +1,4 @@
-"""``keylane doctor``: whether everything is there that an app needs, and what to do where it is not."""
+"""``keylane doctor``: check everything that an app needs, and say how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from keylane.cli.arguments import Json, Options, client
+from keylane.cli.layout import StatusLine, safe
 from keylane.doctor import judge, judge_kafka
-from keylane.doctor.finding import Finding, Level
+from keylane.doctor.finding import Finding, Level, counted
 from keylane.errors import SettingsError
 
 if TYPE_CHECKING:
-    from keylane.doctor.facts import App
+    from keylane.doctor.facts import AppFacts
 
 _STYLES = {
     Level.OK: ("ok     ", "green"),
@@ -33,7 +34,8 @@ def doctor(
     reference: Annotated[
         str | None,
         typer.Argument(
-            metavar="[APP]", help="MODULE:APP, or the name of an app; nothing: this machine and the broker."
+            metavar="[APP]",
+            help="MODULE:APP, or an app's name. Without it: only this machine and the broker.",
         ),
     ] = None,
     bootstrap: Annotated[
@@ -42,19 +44,19 @@ def doctor(
             envvar="KEYLANE_BOOTSTRAP", help="The broker's address, host:port. Or set KEYLANE_BOOTSTRAP."
         ),
     ] = None,
-    master: Annotated[
-        str, typer.Option(help="Spark's master: a small job asks its workers what they have.")
-    ] = "local[*]",
-    spark: Annotated[bool, typer.Option("--spark/--no-spark", help="Whether to start Spark at all.")] = True,
-    source: Annotated[str | None, typer.Option(help="With the name of an app: the topic it reads.")] = None,
+    master: Annotated[str, typer.Option(help="Spark's master: a small job checks its workers.")] = "local[*]",
+    spark: Annotated[
+        bool, typer.Option("--spark/--no-spark", help="Start Spark to check its workers.")
+    ] = True,
+    source: Annotated[str | None, typer.Option(help="With an app's name: the topic it reads.")] = None,
     tasks: Annotated[int | None, typer.Option(min=1, help="As for 'keylane run'.")] = None,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Look at everything that an app needs, and say what to do where something is wrong. Changes nothing.
+    """Check everything that an app needs, and say how to fix what is wrong. Changes nothing.
 
-    Python, Java, Spark and the packages, here and on the workers; the broker, the app's topics and their settings, the
-    group, the lag against the retention, clocks, rights. What could not be looked at is said, with the reason.
+    Checks Python, Java, Spark and the packages, here and on the workers; the broker, the app's topics and their
+    settings, the group, lag against retention, clocks and permissions. Reports what it could not check, and why.
 
     \b
     Exit codes:
@@ -70,7 +72,7 @@ def doctor(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     app = _app(reference, source, tasks)
     if app is not None and not bootstrap:
-        client(bootstrap, option)  # raises, and says what to do
+        client(bootstrap, option)  # raises with instructions
     findings = list(_examine(app, bootstrap, option, master if spark else None, show=not as_json))
     faults = [one for one in findings if one.level is Level.FAULT]
     if as_json:
@@ -81,14 +83,17 @@ def doctor(
         )
     else:
         warnings = sum(one.level is Level.WARNING for one in findings)
-        typer.echo(f"\n{len(faults)} faults, {warnings} warnings, {len(findings)} findings")
+        typer.echo(
+            f"\n{counted(len(faults), 'fault')}, {counted(warnings, 'warning')}, {counted(len(findings), 'finding')}"
+        )
     raise typer.Exit(1 if faults else 0)
 
 
 def _examine(
-    app: App | None, bootstrap: str | None, option: list[str] | None, master: str | None, *, show: bool
+    app: AppFacts | None, bootstrap: str | None, option: list[str] | None, master: str | None, *, show: bool
 ) -> list[Finding]:
-    from keylane.doctor.facts import Cluster, Spark  # noqa: PLC0415
+    from keylane.dlq.spool import default_folder, folder_of, foreign  # noqa: PLC0415
+    from keylane.doctor.facts import ClusterFacts, SparkFacts  # noqa: PLC0415
     from keylane.doctor.finding import note  # noqa: PLC0415
     from keylane.doctor.probe_host import bounds, probe_host, probe_spark  # noqa: PLC0415
     from keylane.doctor.probe_kafka import probe_cluster  # noqa: PLC0415 - takes a moment to import
@@ -105,7 +110,7 @@ def _examine(
     needed = bounds()
     host, java = probe_host(needed)
     tell(judge.judge_host(host, java, needed))
-    cluster = Cluster(bootstrap=bootstrap or "", fault="no broker was named")
+    cluster = ClusterFacts(bootstrap=bootstrap or "", fault="no broker address was given")
     if bootstrap:
         cluster = probe_cluster(client(bootstrap, option), app)
         tell(judge.judge_cluster(cluster))
@@ -113,51 +118,59 @@ def _examine(
             tell(judge_kafka.judge_topics(app, cluster))
             tell(judge_kafka.judge_progress(app, cluster))
             tell(judge_kafka.judge_rights(app, cluster))
+            if cluster.id:
+                own = folder_of(app.spool or default_folder(), app.name, cluster.id)
+                tell(judge.judge_spool(sorted({path.parent for path in foreign(own)}), own))
     else:
-        tell([note("broker", "no broker was named, so none was looked at", "--bootstrap host:port")])
+        tell(
+            [note("broker", "no broker address was given, so no broker was checked", "--bootstrap host:port")]
+        )
     if master is None:
-        tell([note("spark", "Spark was not started, as asked: its workers were not looked at")])
+        tell([note("spark", "--no-spark: Spark's workers were not checked")])
         return found
     if java.fault:
-        tell([note("spark", "without Java there is no Spark: its workers were not looked at")])
+        tell([note("spark", "Spark needs Java: its workers were not checked")])
         return found
-    with console.status(f"asking the workers of {master} …") if show else Console(quiet=True).status(""):
-        spark: Spark = probe_spark(master, list(host.packages))
+    with StatusLine(console if show else Console(quiet=True), f"checking the workers of {master} …"):
+        spark: SparkFacts = probe_spark(master, list(host.packages))
     tell(judge.judge_spark(spark, host))
     if app is not None:
         tell(judge.judge_slots(app, spark, cluster))
     return found
 
 
-def _app(reference: str | None, source: str | None, tasks: int | None) -> App | None:
-    from keylane.doctor.facts import App  # noqa: PLC0415
+def _app(reference: str | None, source: str | None, tasks: int | None) -> AppFacts | None:
+    from keylane.doctor.facts import AppFacts  # noqa: PLC0415
 
     if reference is None:
         if source is not None:
-            raise SettingsError("--source needs the name of an app: keylane doctor APP --source TOPIC")
+            raise SettingsError("--source needs an app's name: keylane doctor APP --source TOPIC")
         return None
     if ":" not in reference:
-        return App(name=reference, source=source, tasks=tasks)
+        return AppFacts(name=reference, source=source, tasks=tasks)
     if source is not None:
-        raise SettingsError("--source: the app names its source itself; leave it out")
+        raise SettingsError(
+            "--source is only for an app's name: MODULE:APP declares its source. Leave it out"
+        )
     sys.path.insert(0, str(Path.cwd()))
-    from keylane.spark.parcel import load  # noqa: PLC0415 - takes seconds to import
+    from keylane.spark.packaging import load  # noqa: PLC0415 - takes seconds to import
 
     app = load(reference)
     app.check()
-    return App(
+    return AppFacts(
         name=app.name,
         source=app.source,
         sink=app.sink,
         order=app.order,
         ledger=app.ledger is not None,
+        spool=app.spool,
         tasks=tasks,
     )
 
 
 def _print(console: Console, finding: Finding) -> None:
     word, style = _STYLES[finding.level]
-    line = Text.assemble((word, style), f"  {finding.check}: {finding.found}")
+    line = Text.assemble((word, style), f"  {finding.check}: {safe(finding.found)}")
     console.print(line, soft_wrap=True)
     if finding.remedy:
-        console.print(Text(f"         → {finding.remedy}", style="dim"), soft_wrap=True)
+        console.print(Text(f"         → {safe(finding.remedy)}", style="dim"), soft_wrap=True)

@@ -1,29 +1,30 @@
-"""How stopped lanes and orders look on the command line: as facts for JSON, and as text."""
+"""Views of stopped lanes and operators' commands: facts for JSON, and text."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 
-from keylane.cli.keys import show_key
+from keylane.cli.keys import printable, show_key
 from keylane.cli.layout import age, block, brief, cell, counted, fact, local, print_table, table
-from keylane.cli.stopped import StoppedLane, totals, which
-from keylane.core.record import Stop
-from keylane.kafka.operator import Action, Answer
-from keylane.kafka.orders import Order
+from keylane.cli.stopped_lanes import StoppedLane, lane_name, totals, which
+from keylane.lanes.lane_record import LaneStatus
+from keylane.state.admin import AuditEntry, CommandResults
+from keylane.state.answers import CommandAnswer
+from keylane.state.commands import Command
 
 _MEANS = {
-    Stop.BLOCKED: "it stands before a message that failed for good, until an operator acts",
-    Stop.PARKED: "what failed for good and all that follows goes to the dead letters, until it is redriven",
-    Stop.SKIPPING: "an operator skipped the message; the lane goes on as soon as that is committed",
+    LaneStatus.BLOCKED: "it waits at a message that failed for good, until an operator acts",
+    LaneStatus.PARKED: "the message that failed for good and all behind it go to the dead letters, until a redrive",
+    LaneStatus.SKIPPING: "an operator skipped the message; the lane continues as soon as that is committed",
 }
 
 
 def lane_facts(lane: StoppedLane) -> dict[str, Any]:
-    """One line of the list, for JSON."""
+    """Return one line of the list as JSON facts."""
     record = lane.record
     letter = None if record is None else record.letter
     return {
@@ -37,25 +38,26 @@ def lane_facts(lane: StoppedLane) -> dict[str, Any]:
         "message": letter and letter.message,
         "attempts": letter and letter.attempts,
         "why": None if record is None else record.why or None,
-        "orders": [order_facts(order) for order in lane.orders],
+        "commands": [command_facts(command) for command in lane.commands],
     }
 
 
-def order_facts(order: Order) -> dict[str, Any]:
-    """A standing order, for JSON."""
+def command_facts(command: Command) -> dict[str, Any]:
+    """Return a command that waits to be carried out as JSON facts."""
     return {
-        "id": order.id,
-        "do": order.do,
-        "letters": None if order.letters is None else len(order.letters),
-        "who": order.who,
-        "at": order.at,
+        "id": command.id,
+        "do": command.do,
+        "offset": command.offset,
+        "letters": None if command.letters is None else len(command.letters),
+        "who": command.who,
+        "at": command.at,
     }
 
 
 def print_lanes(name: str, lanes: Sequence[StoppedLane], now: float, limit: int) -> None:
-    """The list, and how many there are of each."""
+    """Print the list, and how many lanes are in each state."""
     if not lanes:
-        typer.echo(f"no lane of app {name!r} has stopped, and no order stands")
+        typer.echo(f"no lane of app {name!r} has stopped, and no command is waiting")
         return
     made = table("KEY", "STATE", "AT", "SINCE", "STAGE", "CAUSE")
     for lane in lanes[:limit]:
@@ -80,8 +82,8 @@ def print_lanes(name: str, lanes: Sequence[StoppedLane], now: float, limit: int)
     typer.echo("; ".join(notes))
 
 
-def full_facts(name: str, lane: StoppedLane, trail: Sequence[Action], bootstrap: str) -> dict[str, Any]:
-    """All about a lane, for JSON."""
+def full_facts(name: str, lane: StoppedLane, trail: Sequence[AuditEntry], bootstrap: str) -> dict[str, Any]:
+    """Return a lane's details as JSON facts."""
     letter = None if lane.record is None else lane.record.letter
     return {
         "app": name,
@@ -98,13 +100,13 @@ def full_facts(name: str, lane: StoppedLane, trail: Sequence[Action], bootstrap:
     }
 
 
-def print_lane(name: str, lane: StoppedLane, trail: Sequence[Action], now: float, bootstrap: str) -> None:
-    """All about a lane, and what to do next."""
+def print_lane(name: str, lane: StoppedLane, trail: Sequence[AuditEntry], now: float, bootstrap: str) -> None:
+    """Print a lane's details, and what to do next."""
     record = lane.record
     fact("lane", f"{'a message without a key' if lane.key is None else show_key(lane.key)}, of app {name}")
     fact("state", lane.state)
     if record is not None:
-        fact("means", _MEANS[record.stop])
+        fact("meaning", _MEANS[record.stop])
         fact("message", f"{lane.position} in the source")
         fact("since", f"{local(record.since)}, {age(now - record.since)} ago")
         if record.why:
@@ -120,15 +122,16 @@ def print_lane(name: str, lane: StoppedLane, trail: Sequence[Action], now: float
             fact("" if number else "attempts", tried)
         if letter.traceback:
             block("traceback", letter.traceback.rstrip())
-    for number, order in enumerate(lane.orders):
+    for number, command in enumerate(lane.commands):
         fact(
-            "" if number else "orders",
-            f"to {_deed(order.do, _count(order))}, by {order.who} at {local(order.at)}",
+            "" if number else "commands",
+            f"{command.id}: {_action(command.do, _count(command))}{_at(command)}, "
+            f"by {command.who} at {local(command.at)}",
         )
     for number, action in enumerate(trail):
         fact(
             "" if number else "audit",
-            f"{local(action.at)}  {action.who}: {_deed(action.do, action.letters)}: {outcome(action)}",
+            f"{local(action.at)}  {action.who}: {_what(action)}{_at(action)}: {outcome(action)}",
         )
     steps = next_steps(name, lane, bootstrap)
     if steps:
@@ -136,87 +139,135 @@ def print_lane(name: str, lane: StoppedLane, trail: Sequence[Action], now: float
 
 
 def next_steps(name: str, lane: StoppedLane, bootstrap: str) -> list[tuple[str, str]]:
-    """Commands that an operator may want now, and what they do."""
-    if lane.record is None or lane.record.stop is Stop.SKIPPING:
+    """Return the commands that an operator may want next, and what they do."""
+    if lane.record is None or lane.record.stop is LaneStatus.SKIPPING:
         return []
     at = "" if os.environ.get("KEYLANE_BOOTSTRAP") == bootstrap else f" --bootstrap {bootstrap}"
     lane_ = which(lane.key, lane.position)
-    if lane.record.stop is Stop.BLOCKED:
+    if lane.record.stop is LaneStatus.BLOCKED:
         return [
             (
                 f"keylane lanes release {name} {lane_}{at}",
-                "when the cause is mended: the message runs again, with all its attempts",
+                "when the cause is fixed: the message runs again, with all its attempts",
             ),
             (
                 f"keylane lanes skip {name} {lane_}{at}",
-                "gives the message up: it becomes a dead letter, and the lane goes on behind it",
+                "gives up the message: it becomes a dead letter, and the lane continues after it",
             ),
         ]
     return [
-        (f"keylane dlq list {name} --key {lane_} --letters{at}", "what of it lies among the dead letters"),
+        (f"keylane dlq list {name} --key {lane_} --letters{at}", "lists the lane's dead letters"),
         (
             f"keylane dlq redrive {name} --lane {lane_}{at}",
-            "when the cause is mended: all of it runs, in order, and the lane goes on",
+            "when the cause is fixed: its messages run in order, and the lane continues",
         ),
     ]
 
 
-def outcome(action: Action) -> str:
-    """What came of it, in words."""
+def outcome(action: AuditEntry) -> str:
+    """Return the result of a command in words."""
     if action.answer is not None:
         soon = f"{max(0.0, action.answer.at - action.at):.1f} s later"
         return f"{action.answer.result}, by {action.answer.owner} {soon}"
-    return "the order stands" if action.stands else "another order took its place"
+    return "waiting to be carried out" if action.stands else "not carried out: its message is gone"
 
 
-def action_facts(action: Action) -> dict[str, Any]:
-    """One order and what came of it, for JSON."""
-    keyless = action.key is None and action.do != "redrive"
+def action_facts(action: AuditEntry) -> dict[str, Any]:
+    """Return one command and its result as JSON facts."""
     return {
         "id": action.id,
         "do": action.do,
         "key": None if action.key is None else show_key(action.key),
         "partition": action.partition,
-        "offset": action.offset if keyless else None,
+        "offset": action.offset,
         "letters": action.letters,
+        "cancels": action.withdraws or None,
         "who": action.who,
         "at": action.at,
-        "stands": action.stands,
+        "waiting": action.stands,
         "answer": None if action.answer is None else answer_facts(action.answer),
     }
 
 
-def answer_facts(answer: Answer) -> dict[str, Any]:
-    """For JSON."""
+def cancel_facts(
+    command: Command, cancel: Command, heard: CommandResults, result: CommandAnswer | None
+) -> dict[str, Any]:
+    """Return a command to cancel as JSON facts. ``cancelled`` is None until a task answers."""
+    answer = heard.answers.get(cancel.id)
+    return {
+        **command_facts(command),
+        "key": None if command.key is None else show_key(command.key),
+        "partition": command.partition,
+        "cancelled": None if answer is None else answer.ok,
+        "cancel": cancel.id,
+        "result": None if result is None else result.result,
+    }
+
+
+def print_cancelled(
+    name: str,
+    given: Sequence[tuple[Command, Command]],
+    heard: CommandResults,
+    results: Mapping[str, CommandAnswer | None],
+) -> None:
+    """Print which commands were cancelled, and which had been carried out before."""
+    if not given:
+        typer.echo(f"app {name!r} has no waiting command")
+    for command, cancel in given:
+        answer, result = heard.answers.get(cancel.id), results.get(command.id)
+        if answer is None:
+            continue
+        lane = lane_name(
+            command.key, f"{command.partition}@{'-' if command.offset is None else command.offset}"
+        )
+        what = f"{lane}: {_action(command.do, _count(command))} ({command.id})"
+        came = "" if result is None else f": {printable(result.result)}"
+        typer.echo(f"{what} was cancelled" if answer.ok else f"{what} had been carried out before{came}")
+    left = len(given) - len(heard.answers)
+    if left:
+        typer.echo(
+            f"{left:,} not answered yet: the app does not seem to be running. When it starts, it cancels them before "
+            f"it carries out anything; 'keylane lanes audit {name}' shows the results"
+        )
+
+
+def answer_facts(answer: CommandAnswer) -> dict[str, Any]:
+    """Return an answer as JSON facts."""
     return {"ok": answer.ok, "result": answer.result, "owner": answer.owner, "at": answer.at}
 
 
-def print_audit(name: str, actions: Sequence[Action]) -> None:
-    """Every order, oldest first."""
+def print_audit(name: str, actions: Sequence[AuditEntry]) -> None:
+    """Print every command, oldest first."""
     if not actions:
-        typer.echo(f"nobody has ordered anything of app {name!r}")
+        typer.echo(f"app {name!r} has never been given a command")
         return
-    made = table("WHEN", "WHO", "WHAT", "LANE", "RESULT")
+    made = table("ID", "WHEN", "WHO", "WHAT", "LANE", "AT", "RESULT")
     for action in actions:
-        if action.key is not None:
-            lane = show_key(action.key)
-        else:
-            lane = f"keyless, {action.partition}/{'-' if action.do == 'redrive' else action.offset}"
         made.add_row(
+            cell(action.id),
             local(action.at),
             cell(action.who),
-            cell(_deed(action.do, action.letters)),
-            cell(lane),
+            cell(_what(action)),
+            cell(show_key(action.key)),
+            f"{action.partition}@{'-' if action.offset is None else action.offset}",
             cell(outcome(action)),
         )
     print_table(made)
 
 
-def _count(order: Order) -> int | None:
-    return None if order.letters is None else len(order.letters)
+def _count(command: Command) -> int | None:
+    return None if command.letters is None else len(command.letters)
 
 
-def _deed(do: str, letters: int | None) -> str:
+def _what(action: AuditEntry) -> str:
+    return f"cancel {action.withdraws}" if action.withdraws else _action(action.do, action.letters)
+
+
+def _at(command: Command | AuditEntry) -> str:
+    return "" if command.offset is None else f" {command.partition}@{command.offset}"
+
+
+def _action(do: str, letters: int | None) -> str:
     if do != "redrive":
         return do
-    return "redrive all letters" if letters is None else f"redrive {counted(letters, 'letter')}"
+    return "redrive all dead letters" if letters is None else f"redrive {counted(letters, 'dead letter')}"

@@ -1,10 +1,10 @@
-"""`keylane lanes list|show|release|skip|audit`: lanes that have stopped, and what an operator does about them."""
+"""`keylane lanes …`: lanes that have stopped, and commands to move them."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,63 +13,70 @@ from keylane.cli.keys import printable
 from keylane.cli.lane_view import (
     action_facts,
     answer_facts,
+    cancel_facts,
     full_facts,
     lane_facts,
     print_audit,
+    print_cancelled,
     print_lane,
     print_lanes,
 )
-from keylane.cli.layout import counted
-from keylane.cli.stopped import Named, StoppedLane, stopped_lanes, trail, which
-from keylane.core.record import Stop
+from keylane.cli.layout import brief, counted
+from keylane.cli.stopped_lanes import Named, StoppedLane, stopped_lanes, trail, which
 from keylane.errors import KeylaneError, SettingsError
-from keylane.kafka.operator import Heard, Operator, new_order
-from keylane.kafka.orders import Order
+from keylane.lanes.lane_record import LaneStatus
+from keylane.state.admin import AdminClient, CommandResults, cancel_command, new_command
+from keylane.state.commands import Command
+
+if TYPE_CHECKING:
+    from keylane.lanes.lane_record import LaneRecord
 
 app = typer.Typer(
     name="lanes",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Lanes that have stopped: which, why, and how they go on.",
+    help="Lanes that have stopped: which, why, and how to move them.",
 )
 
 Key = Annotated[
     str | None,
     typer.Argument(
-        metavar="KEY", help="The lane: text, or hex:… for bytes that are no text.", show_default=False
+        metavar="KEY", help="The lane: text, or hex:… for bytes that are not text.", show_default=False
     ),
 ]
 At = Annotated[
     str | None,
     typer.Option(
-        metavar="PARTITION/OFFSET",
-        help="The lane that stopped there; the only way for a message without a key.",
+        metavar="PARTITION@OFFSET",
+        help="The lane that stopped at this position; needed for a message without a key.",
     ),
 ]
 Wait = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the app's answer.")]
 SHOWN = 20
-"""Lanes that are named one by one."""
+"""How many lanes are listed separately."""
+_FAILS_AGAIN_SECONDS = 0.5
+"""Seconds during which a message that fails again after a release is reported."""
 
 
 @app.command("list")
 def list_(
     name: App,
     bootstrap: Bootstrap = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many lines; with --json all.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many lines; --json shows all.")] = 50,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Show the lanes that have stopped, the longest first, and why.
+    """Show the lanes that have stopped, the oldest stop first, and why.
 
-    A blocked lane stands before a message that failed for good: 'keylane lanes release' or 'skip' moves it. What
-    stands in a parked lane goes to the dead letters: 'keylane dlq redrive' brings it back. Lanes for which an order
-    stands that no task has carried out yet are shown too.
+    A blocked lane waits at a message that failed for good: 'keylane lanes release' or 'skip' moves it. The messages
+    of a parked lane go to the dead letters: 'keylane dlq redrive' runs them again. Also shows lanes with commands
+    that were given and not carried out yet.
 
     \b
     keylane lanes list chat
     keylane lanes list chat --json | jq '.[] | select(.state == "blocked") | .key'
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    with Operator(client(bootstrap, option), name) as operator:
+    with AdminClient(client(bootstrap, option), name) as operator:
         found = stopped_lanes(operator.lanes(), operator.standing())
     if as_json:
         typer.echo(json.dumps([lane_facts(lane) for lane in found]))
@@ -86,23 +93,23 @@ def show(
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Show all about one lane: why it stopped, each attempt, the traceback, what was ordered, and what to do next.
+    """Show one lane: why it stopped, each attempt, the traceback, the commands given, and what to do next.
 
     \b
     keylane lanes show chat user-17
     keylane lanes show chat hex:00ff --json
-    keylane lanes show chat --at 3/1042
+    keylane lanes show chat --at 3@1042
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     named = Named.parse(key, at)
     settings = client(bootstrap, option)
-    with Operator(settings, name) as operator:
+    with AdminClient(settings, name) as operator:
         found = named.of(stopped_lanes(operator.lanes(), operator.standing()))
         actions = operator.audit()
     if not found:
         partition, offset = named.at or (next((a.partition for a in actions if a.key == named.key), 0), None)
-        lane = StoppedLane(partition=partition, key=named.key, offset=offset, record=None, orders=())
+        lane = StoppedLane(partition=partition, key=named.key, offset=offset, record=None, commands=())
         if not trail(actions, lane):
-            raise KeylaneError(f"{named.not_stopped(name)}, and nobody has ordered anything for it")
+            raise KeylaneError(f"{named.not_stopped(name)}, and has never been given a command")
         found = [lane]
     if as_json:
         facts = [full_facts(name, lane, trail(actions, lane), settings.bootstrap) for lane in found]
@@ -119,26 +126,26 @@ def release(
     name: App,
     key: Key = None,
     at: At = None,
-    every: Annotated[bool, typer.Option("--all", help="Every lane that is blocked.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Release every blocked lane.")] = False,
     bootstrap: Bootstrap = None,
     wait: Wait = 10.0,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Let a blocked lane go on: the message at which it stands runs again, with all its attempts.
+    """Release a blocked lane: its message runs again, with all its attempts.
 
-    Mend the cause first; otherwise it is blocked again. The running app does it at once, one that does not run does it
-    when it starts.
+    Fix the cause first; otherwise the lane blocks again. A running app does it at once; otherwise it happens when the
+    app starts. If the message fails again within half a second, this is reported, with exit code 1.
 
     \b
     keylane lanes release chat user-17
-    keylane lanes release chat --at 3/1042
+    keylane lanes release chat --at 3@1042
     keylane lanes release chat --all
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if every and (key is not None or at is not None):
         raise SettingsError("give a lane or --all, not both")
     named = None if every else Named.parse(key, at)
-    with Operator(client(bootstrap, option), name) as operator:
+    with AdminClient(client(bootstrap, option), name) as operator:
         _carry_out(operator, "release", named, wait, as_json=as_json)
 
 
@@ -152,28 +159,90 @@ def skip(
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Give up the message at which a lane is blocked: it becomes a dead letter, and the lane goes on behind it.
+    """Skip the message at which a lane is blocked: it becomes a dead letter, and the lane continues after it.
 
-    What follows in the lane runs without it. The dead letter can be redriven later: see 'keylane dlq redrive'.
+    The following messages of the lane run without it. To run it later, see 'keylane dlq redrive'.
 
     \b
     keylane lanes skip chat user-17
-    keylane lanes skip chat --at 3/1042
+    keylane lanes skip chat --at 3@1042
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     named = Named.parse(key, at)
-    with Operator(client(bootstrap, option), name) as operator:
+    with AdminClient(client(bootstrap, option), name) as operator:
         _carry_out(operator, "skip", named, wait, as_json=as_json)
 
 
 @app.command()
+def cancel(
+    name: App,
+    key: Key = None,
+    at: At = None,
+    command_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="One command, by its ID in 'keylane lanes audit'."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every command that was not carried out.")] = False,
+    bootstrap: Bootstrap = None,
+    wait: Wait = 10.0,
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Cancel commands that were not carried out yet: release, skip, redrive.
+
+    The task that carries out a command decides which came first, the command or the cancel; 'keylane lanes audit'
+    shows the result. In a redrive that has begun, messages that run now are finished first, up to 1,000; the others
+    stay dead letters. If the app is not running, it cancels when it starts, before it carries out anything.
+
+    \b
+    keylane lanes cancel chat user-17
+    keylane lanes cancel chat --id 5f2c9a1e0b77
+    keylane lanes cancel chat --all --json
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
+    if sum((key is not None or at is not None, command_id is not None, every)) != 1:
+        raise SettingsError(
+            "expected exactly one choice of commands: KEY or --at PARTITION@OFFSET, --id ID, or --all"
+        )
+    named = None if every or command_id is not None else Named.parse(key, at)
+    with AdminClient(client(bootstrap, option), name) as operator:
+        commands = [
+            command
+            for command in operator.standing()
+            if command_id in (None, command.id) and (named is None or named.takes(command))
+        ]
+        if not commands and not every:
+            what = f"command {command_id!r}" if named is None else f"a command for {named}"
+            raise KeylaneError(
+                f"expected {what} that was not carried out, found none. 'keylane lanes audit {name}' shows the "
+                "commands and their results"
+            )
+        cancels = [cancel_command(command) for command in commands]
+        try:
+            operator.give(cancels)
+            heard = operator.wait(cancels, timeout=wait)
+        except KeyboardInterrupt:
+            typer.echo(
+                "stopped waiting: the commands are cancelled unless they were carried out before", err=True
+            )
+            raise typer.Exit(130) from None
+        results = {action.id: action.answer for action in operator.audit()}
+    given = list(zip(commands, cancels, strict=True))
+    if as_json:
+        typer.echo(json.dumps([cancel_facts(o, c, heard, results.get(o.id)) for o, c in given]))
+    else:
+        print_cancelled(name, given, heard, results)
+    if not all(answer.ok for answer in heard.answers.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
 def audit(name: App, bootstrap: Bootstrap = None, option: Options = None, as_json: Json = False) -> None:
-    """Show every order that was given, oldest first: who, when, what, and what came of it.
+    """Show every command that was given, oldest first: who, when, what, and the result.
 
     \b
     keylane lanes audit chat
     keylane lanes audit chat --json | jq '.[] | select(.answer.ok | not)'
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    with Operator(client(bootstrap, option), name) as operator:
+    with AdminClient(client(bootstrap, option), name) as operator:
         actions = operator.audit()
     if as_json:
         typer.echo(json.dumps([action_facts(action) for action in actions]))
@@ -182,97 +251,130 @@ def audit(name: App, bootstrap: Bootstrap = None, option: Options = None, as_jso
 
 
 def _carry_out(
-    operator: Operator, do: Literal["release", "skip"], named: Named | None, wait: float, *, as_json: bool
+    operator: AdminClient, do: Literal["release", "skip"], named: Named | None, wait: float, *, as_json: bool
 ) -> None:
-    """Give the orders, wait for what comes of them, and say it. ``named`` is None for all that are blocked."""
+    """Give the commands, wait for the results, and print them. ``named`` is None for all blocked lanes."""
     name = operator.app
     lanes = _blocked(name, stopped_lanes(operator.lanes(), operator.standing()), named)
-    orders, fresh = [], []
+    commands, fresh = [], []
     for lane in lanes:
-        order = next((order for order in lane.orders if order.do == do), None)
-        if order is None:  # else it was given before, and nobody has carried it out
-            for other in lane.orders:
-                if other.do != "redrive":
-                    said = f"{lane.name}: this takes the place of {other.who}'s order to {other.do}"
-                    typer.echo(printable(said), err=True)
-            order = new_order(do, partition=lane.partition, key=lane.key, offset=lane.offset or 0)
-            fresh.append(order)
-        orders.append(order)
+        same = [command for command in lane.commands if command.offset == lane.offset]  # for the same message
+        command = next((command for command in same if command.do == do), None)
+        if command is None:  # else it was given before and not carried out yet
+            for other in same:
+                said = f"{lane.name}: this replaces {other.who}'s command to {other.do}"
+                typer.echo(printable(said), err=True)
+                fresh.append(cancel_command(other))
+            command = new_command(do, partition=lane.partition, key=lane.key, offset=lane.offset)
+            fresh.append(command)
+        commands.append(command)
     try:
         if fresh:
             operator.give(fresh)
-        heard = operator.wait(orders, timeout=wait)
+        heard = operator.wait(commands, timeout=wait)
     except KeyboardInterrupt:
-        typer.echo("not waiting any more: the order stands; the app goes on", err=True)
+        typer.echo("stopped waiting: the command remains, and the app will carry it out", err=True)
         raise typer.Exit(130) from None
+    again = _blocked_again(operator, lanes, commands, heard) if do == "release" and wait else {}
     if as_json:
         facts = [
             {
                 **{fact: lane_facts(lane)[fact] for fact in ("key", "partition", "offset")},
                 "do": do,
-                "id": order.id,
-                "stands": order.id not in heard.answers and order.id not in heard.lost,
-                "answer": answer_facts(heard.answers[order.id]) if order.id in heard.answers else None,
+                "id": command.id,
+                "waiting": command.id not in heard.answers and command.id not in heard.lost,
+                "answer": answer_facts(heard.answers[command.id]) if command.id in heard.answers else None,
+                "blocked_again": command.id in again,
             }
-            for lane, order in zip(lanes, orders, strict=True)
+            for lane, command in zip(lanes, commands, strict=True)
         ]
         typer.echo(json.dumps(facts))
     elif lanes:
-        _say(do, list(zip(lanes, orders, strict=True)), heard)
+        _say(do, list(zip(lanes, commands, strict=True)), heard)
+        for lane, command in zip(lanes, commands, strict=True):
+            if command.id in again:
+                letter = again[command.id].letter
+                why = printable(brief(letter.error, letter.message))
+                typer.echo(f"{lane.name}: blocked again at offset {again[command.id].offset}: {why}")
     else:
         typer.echo(f"no lane of app {name!r} is blocked")
-    if heard.lost or not all(answer.ok for answer in heard.answers.values()):
+    if heard.lost or again or not all(answer.ok for answer in heard.answers.values()):
         raise typer.Exit(1)
 
 
+def _blocked_again(
+    operator: AdminClient, lanes: list[StoppedLane], commands: list[Command], heard: CommandResults
+) -> dict[str, LaneRecord]:
+    """Return released lanes that blocked again a moment later, by the IDs of their commands."""
+    released = {
+        (lane.partition, lane.key, lane.offset if lane.key is None else None): (command.id, lane.record.since)
+        for lane, command in zip(lanes, commands, strict=True)
+        if lane.record is not None and command.id in heard.answers and heard.answers[command.id].ok
+    }
+    found: dict[str, LaneRecord] = {}
+    deadline = time.monotonic() + _FAILS_AGAIN_SECONDS
+    while len(found) < len(released):
+        for record in operator.lanes():
+            place = record.partition, record.key, record.offset if record.key is None else None
+            command_id, before = released.get(place, ("", 0.0))
+            if command_id and record.stop is LaneStatus.BLOCKED and record.since > before:
+                found[command_id] = record
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return found
+
+
 def _blocked(name: str, lanes: list[StoppedLane], named: Named | None) -> list[StoppedLane]:
-    """Those that are meant, all of them blocked. Raises KeylaneError when the one that was named is not."""
+    """Return the chosen lanes, all blocked. Raises KeylaneError if a named lane is not blocked."""
     if named is None:
         return [
             lane
             for lane in lanes
             if lane.record is not None
-            and lane.record.stop is Stop.BLOCKED
-            and not any(order.do == "skip" for order in lane.orders)  # somebody decided otherwise
+            and lane.record.stop is LaneStatus.BLOCKED
+            and not any(command.do == "skip" for command in lane.commands)  # an operator chose to skip it
         ]
     found = []
     for lane in named.of(lanes):
         if lane.record is None:
             continue
-        if lane.record.stop is Stop.PARKED:
+        if lane.record.stop is LaneStatus.PARKED:
             raise KeylaneError(
                 f"{lane.name} is parked, not blocked: its messages are among the dead letters. "
                 f"Use: keylane dlq redrive {name} --lane {which(lane.key, lane.position)}"
             )
-        if lane.record.stop is Stop.SKIPPING:
+        if lane.record.stop is LaneStatus.SKIPPING:
             raise KeylaneError(
-                f"{lane.name} is being skipped already, and goes on as soon as that is committed"
+                f"{lane.name} is being skipped already, and continues as soon as that is committed"
             )
         found.append(lane)
     if not found:
-        raise KeylaneError(f"{named.not_stopped(name)}. 'keylane lanes list {name}' shows those that have")
+        raise KeylaneError(f"{named.not_stopped(name)}. 'keylane lanes list {name}' shows the stopped lanes")
     return found
 
 
-def _say(do: Literal["release", "skip"], given: list[tuple[StoppedLane, Order]], heard: Heard) -> None:
+def _say(
+    do: Literal["release", "skip"], given: list[tuple[StoppedLane, Command]], heard: CommandResults
+) -> None:
     answers = heard.answers
     done = {"release": "released", "skip": "skipped"}[do]
-    answered = [(lane, order, answers[order.id]) for lane, order in given if order.id in answers]
-    for lane, order, answer in answered[:SHOWN]:
-        soon = f"{max(0.0, answer.at - order.at):.1f} s later"
-        what = done if answer.ok else f"not {done}, {printable(answer.result)}; said"
-        typer.echo(f"{lane.name}: {what} by the task {printable(answer.owner)}, {soon}")
+    answered = [(lane, command, answers[command.id]) for lane, command in given if command.id in answers]
+    for lane, command, answer in answered[:SHOWN]:
+        soon = f"{max(0.0, answer.at - command.at):.1f} s later"
+        what = done if answer.ok else f"not {done}, {printable(answer.result)}; answered"
+        typer.echo(f"{lane.name}: {what} by task {printable(answer.owner)}, {soon}")
     if len(answered) > SHOWN:
         typer.echo(f"… {len(answered) - SHOWN:,} more answers ('keylane lanes audit' shows them)")
     if len(given) > 1:
         through = sum(answer.ok for answer in answers.values())
         typer.echo(f"{through:,} of {counted(len(given), 'lane')} {done}")
-    for lane, order in given:
-        if order.id in heard.lost:
-            typer.echo(f"{lane.name}: not {done}; another order took the place of this one")
+    for lane, command in given:
+        if command.id in heard.lost:
+            typer.echo(f"{lane.name}: not {done}: no task answered, and the message is gone from the source")
     left = len(given) - len(answered) - len(heard.lost)
-    orders = "the order stands and is" if left == 1 else f"{left:,} orders stand and are"
+    commands = "the command" if left == 1 else f"{left:,} commands"
     if left == len(given):
-        typer.echo(f"the app does not seem to run; {orders} carried out when it starts")
+        typer.echo(f"the app does not seem to be running; it will carry out {commands} when it starts")
     elif left:
-        typer.echo(f"{orders} not answered yet; 'keylane lanes audit' shows what comes of it")
+        typer.echo(f"{commands} not answered yet; 'keylane lanes audit' will show the result")

@@ -1,11 +1,11 @@
-"""How facts look on a terminal: tables, labelled lines, indented blocks, times and ages."""
+"""Layout for the terminal: tables, labelled lines, indented blocks, times and ages."""
 
 from __future__ import annotations
 
 import json
 import sys
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from rich.console import Console
@@ -13,15 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from keylane.cli.keys import printable
-from keylane.core.redact import redact
 from keylane.logs import as_json
+from keylane.redaction import redact
+from keylane.safe_text import printable_lines
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _RIGHT = {"LETTERS", "BEHIND", "LANES", "ATTEMPTS"}
-_WIDE = {"CAUSE", "KEY", "STAGE", "STATE", "LANE", "RESULT", "IN THIS ORDER"}
+_WIDE = {"CAUSE", "KEY", "STAGE", "STATE", "LANE", "RESULT", "SOURCE, IN THIS ORDER"}
 
 
 def table(*headings: str) -> Table:
-    """An empty table; what may be long is folded, not cut."""
+    """Return an empty table; long columns are folded, not cut."""
     made = Table(box=None, pad_edge=False)
     for heading in headings:
         made.add_column(
@@ -34,12 +38,12 @@ def table(*headings: str) -> Table:
 
 
 def print_table(made: Table) -> None:
-    """As wide as the terminal; 200 characters when there is none."""
+    """Print a table as wide as the terminal, or 200 characters without one."""
     Console(width=None if sys.stdout.isatty() else 200).print(made)
 
 
 def cell(text: str | None) -> Text:
-    """For a table: taken as it is, never as markup; ``-`` for nothing."""
+    """Return text for a table cell, never as markup; ``-`` for None."""
     return Text("-" if text is None else printable(text))
 
 
@@ -49,36 +53,36 @@ def fact(label: str, text: str) -> None:
 
 
 def block(title: str, text: str) -> None:
-    """Print a title and below it, indented, the lines of a text."""
+    """Print a title, and a text indented below it."""
     typer.echo(title)
     for line in text.split("\n"):
         typer.echo(f"  {printable(line.expandtabs())}")
 
 
 def brief(error: str, message: str | None) -> str:
-    """An error as its class without the module, and its message."""
+    """Format an error as its class without the module, and its message."""
     short = error.rpartition(".")[2]
     return f"{short}: {message}" if message else short
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 letter``, ``2,000 letters``."""
+    """Format a count with its noun: ``1 letter``, ``2,000 letters``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def local(seconds: float | None, *, exact: bool = False) -> str:
-    """Unix seconds as local time; ``-`` for none."""
+    """Format Unix seconds as local time; ``-`` for None."""
     if seconds is None:
         return "-"
     try:
         at = datetime.fromtimestamp(seconds, UTC).astimezone()
         return at.replace(tzinfo=None).isoformat(" ", "milliseconds" if exact else "seconds")
-    except (ValueError, OverflowError, OSError):  # a message may claim any time
+    except (ValueError, OverflowError, OSError):  # a message may carry any time
         return f"{seconds:g} s"
 
 
 def age(seconds: float) -> str:
-    """How long ago, in its two largest units: ``3 d 4 h``. Never below 0: clocks differ."""
+    """Format a duration in its two largest units: ``3 d 4 h``. Never below 0: clocks differ."""
     whole = max(0, int(seconds))
     parts = [(whole // 86_400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
     while len(parts) > 1 and not parts[0][0]:
@@ -87,17 +91,58 @@ def age(seconds: float) -> str:
 
 
 class JsonConsole(Console):
-    """Says every line as a JSON object, to the standard error, as the logs beside it."""
+    """Writer of lines as JSON objects to stderr, like the logs."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True, force_terminal=False)
 
     def print(self, *lines: Any, **_: Any) -> None:
-        """One object for each."""
+        """Write one object per line."""
         for line in lines:
             typer.echo(json.dumps(as_json("INFO", "keylane.run", str(line))), err=True)
 
 
+def safe(text: str) -> str:
+    """Make quoted text safe for a terminal: no secrets, no control sequences."""
+    return printable_lines(redact(text))
+
+
+class StatusLine:
+    """A status line, rewritten in place while other processes write to the same terminal.
+
+    The cursor waits at the line's start, so their output replaces it instead of following it. Without a terminal
+    nothing is shown.
+    """
+
+    def __init__(self, console: Console, text: str) -> None:
+        self._console = console
+        self._text = text
+
+    def __enter__(self) -> Self:
+        self.update(self._text)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clear_line(self._console)
+
+    def update(self, text: str) -> None:
+        """Show this text from now on."""
+        if self._console.is_terminal and not self._console.quiet:
+            line = " ".join(safe(text).split())[: self._console.width - 1]
+            self._console.file.write(f"\r\x1b[2K{line}\r")
+            self._console.file.flush()
+
+
+def clear_line(console: Console) -> None:
+    """Erase what a :class:`StatusLine` left on the terminal."""
+    if console.is_terminal and not console.quiet:
+        console.file.write("\r\x1b[2K")
+        console.file.flush()
+
+
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """One line as it is, but without secrets: not coloured by what is in it, not broken where the terminal ends."""
-    console.print(redact(line), style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print one safe line: no markup from its content, no wrapping at the terminal's edge."""
+    clear_line(console)
+    console.print(safe(line), style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How dead letters look on the command line: as facts for JSON, and as text."""
+"""Views of dead letters: facts for JSON, and text."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from keylane.cli.dlq_summary import CauseGroup, CauseLine, DeadLetterSummary
 from keylane.cli.keys import printable, show_key
 from keylane.cli.layout import block, brief, cell, counted, fact, local, print_table, table
-from keylane.cli.survey import Group, Line, Survey
-from keylane.core.text import show_bytes
-from keylane.kafka.letter import Kind, Letter, Unreadable
+from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
+from keylane.safe_text import show_bytes
 
 SHOWN_CHARACTERS = 4000
 SHOWN_BYTES = 512
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 _FATES = {
-    Kind.DEAD: "its lane went on",
-    Kind.ARCHIVED: "its lane stands still at it",
-    Kind.PARKED: "with all that stood behind it in its lane",
+    DeadLetterKind.DEAD: "its lane continued",
+    DeadLetterKind.ARCHIVED: "its lane is blocked at it",
+    DeadLetterKind.PARKED: "with all messages behind it in its lane",
 }
 
 
-def list_facts(name: str, survey: Survey, limit: int, *, letters: bool) -> dict[str, Any]:
-    """What ``dlq list`` says, for JSON."""
+def list_facts(name: str, survey: DeadLetterSummary, limit: int, *, letters: bool) -> dict[str, Any]:
+    """Return the result of ``dlq list`` as JSON facts."""
     groups = survey.groups()
     shown: dict[str, Any]
     if letters:
@@ -41,7 +41,7 @@ def list_facts(name: str, survey: Survey, limit: int, *, letters: bool) -> dict[
         "app": name,
         "topic": f"{name}.dlq",
         "letters": survey.letters,
-        "lanes": survey.lanes(),
+        "lanes": survey.lanes,
         **shown,
         "redriven": survey.redriven,
         "repeats": survey.repeats,
@@ -50,7 +50,7 @@ def list_facts(name: str, survey: Survey, limit: int, *, letters: bool) -> dict[
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: CauseGroup) -> dict[str, Any]:
     example = group.example
     return {
         "stage": group.cause.stage,
@@ -58,7 +58,7 @@ def _group(group: Group) -> dict[str, Any]:
         "message": group.cause.message,
         "count": group.count,
         "behind": group.behind,
-        "lanes": len(group.keys),
+        "lanes": group.lanes,
         "kinds": group.kinds,
         "first": group.first,
         "last": group.last,
@@ -68,7 +68,7 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: CauseLine) -> dict[str, Any]:
     return {
         "position": line.position,
         "source": line.source,
@@ -86,83 +86,92 @@ def _line(line: Line) -> dict[str, Any]:
     }
 
 
-def print_list(name: str, survey: Survey, limit: int, *, letters: bool) -> None:
-    """What ``dlq list`` says, as a table and a sentence."""
+def print_list(name: str, survey: DeadLetterSummary, limit: int, *, letters: bool) -> None:
+    """Print the result of ``dlq list`` as a table and a sentence."""
     if survey.letters:
-        print_table(_letter_table(survey) if letters else _cause_table(survey, limit))
-    notes = [f"{counted(survey.letters, 'letter')} of {counted(survey.lanes(), 'lane')} in {name}.dlq"]
+        print_table(_letter_table(name, survey) if letters else _cause_table(name, survey, limit))
+    notes = [f"{counted(survey.letters, 'dead letter')} of {counted(survey.lanes, 'lane')} in {name}.dlq"]
     left = survey.letters - len(survey.lines()) if letters else len(survey.groups()) - limit
     if left > 0:
         notes.append(f"{left:,} {'letters' if letters else 'causes'} not shown (--limit)")
     if survey.redriven:
-        notes.append(f"{survey.redriven:,} redriven left out (--all)")
+        notes.append(f"{survey.redriven:,} redriven, not shown (--all)")
     if survey.repeats:
         notes.append(f"{survey.repeats:,} repeated, counted once")
     typer.echo("; ".join(notes))
     if survey.unreadable:
         first = survey.examples[0]
         typer.echo(
-            f"{survey.unreadable:,} more {'are' if survey.unreadable > 1 else 'is'} no letter, "
-            f"the first at {first.position}: {printable(first.reason)}"
+            f"{counted(survey.unreadable, 'more record')} could not be read as a dead letter of this app, "
+            f"the first at {name}.dlq/{first.position}: {printable(first.reason)}"
         )
 
 
-def _cause_table(survey: Survey, limit: int) -> Table:
+def _cause_table(name: str, survey: DeadLetterSummary, limit: int) -> Table:
     groups = survey.groups()[:limit]
     behind = any(group.behind for group in groups)
     made = table(
-        "LETTERS", *(["BEHIND"] if behind else []), "LANES", "FIRST", "LAST", "EXAMPLE", "STAGE", "CAUSE"
+        "LETTERS",
+        *(["BEHIND"] if behind else []),
+        "LANES",
+        "FIRST",
+        "LAST",
+        "EXAMPLE",
+        "STAGE",
+        "CAUSE",
     )
     for group in groups:
         made.add_row(
             f"{group.count:,}",
             *([f"{group.behind:,}"] if behind else []),
-            f"{len(group.keys):,}",
+            f"{group.lanes:,}",
             local(group.first),
             local(group.last),
-            "-" if group.example is None else group.example.position,
+            "-" if group.example is None else f"{name}.dlq/{group.example.position}",
             cell(group.cause.stage),
-            _why(group.cause.error, group.cause.message),
+            _why(group.cause.error, (group.example and group.example.message) or group.cause.message),
         )
     return made
 
 
-def _letter_table(survey: Survey) -> Table:
+def _letter_table(name: str, survey: DeadLetterSummary) -> Table:
     made = table("LETTER", "SOURCE", "KEY", "KIND", "FAILED", "ATTEMPTS", "STAGE", "CAUSE")
     for line in survey.lines():
         why = _why(line.cause.error, line.message)
         made.add_row(
-            line.position,
+            f"{name}.dlq/{line.position}",
             line.source,
             cell(show_key(line.key)),
             f"{line.kind}{', redriven' if line.redriven else ''}",
             local(line.at),
             str(line.attempts),
             cell(line.cause.stage),
-            Text(f"behind {line.source.partition('/')[0]}/{line.park}: ").append(why) if line.behind else why,
+            Text(f"behind {line.source.partition('@')[0]}@{line.park}: ").append(why) if line.behind else why,
         )
     return made
 
 
 def _why(error: str | None, message: str | None) -> Text:
     if error is None:
-        return Text("unknown: the letter does not say, or it was parked behind one that is gone")
+        return Text("unknown: not recorded, or parked behind a dead letter that is gone")
     return cell(brief(error, message))
 
 
-def letter_facts(found: Letter | Unreadable, others: list[Letter], *, redriven: bool) -> dict[str, Any]:
-    """All about one letter, for JSON; ``others`` are letters of the same message."""
+def letter_facts(
+    found: DeadLetter | UnreadableDeadLetter, others: list[DeadLetter], *, redriven: bool
+) -> dict[str, Any]:
+    """Return one dead letter as JSON facts; ``others`` are further dead letters of the same message."""
     text = None if found.value is None else _readable(found.value)
     headers = found.headers or ()
     facts: dict[str, Any] = {
         "position": found.position,
-        "readable": isinstance(found, Letter),
+        "readable": isinstance(found, DeadLetter),
         "key": None if found.key is None else show_key(found.key),
         "value": text,
         "value_hex": found.value.hex() if found.value is not None and text is None else None,
         "headers": [{"name": n, "value": None if c is None else show_bytes(c)} for n, c in headers],
     }
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnreadableDeadLetter):
         return {**facts, "reason": found.reason}
     return {
         **facts,
@@ -189,17 +198,26 @@ def letter_facts(found: Letter | Unreadable, others: list[Letter], *, redriven: 
     }
 
 
-def print_letter(name: str, found: Letter | Unreadable, others: list[Letter], *, redriven: bool) -> None:
-    """All about one letter; a long value is cut."""
-    fact("letter", f"{found.position} in {name}.dlq")
-    if isinstance(found, Unreadable):
+def print_letter(
+    name: str,
+    found: DeadLetter | UnreadableDeadLetter,
+    others: list[DeadLetter],
+    *,
+    redriven: bool,
+    foreign: str | None,
+) -> None:
+    """Print one dead letter; a long value is cut."""
+    fact("position", f"{name}.dlq/{found.position}")
+    if foreign is not None:
+        fact("no redrive", foreign)
+    if isinstance(found, UnreadableDeadLetter):
         fact("unreadable", found.reason)
         fact("key", show_key(found.key))
     else:
         if others:
-            fact("also at", ", ".join(other.position for other in others))
+            fact("also at", ", ".join(f"{name}.dlq/{other.position}" for other in others))
         written = "" if found.timestamp is None else f", of {local(found.timestamp / 1000)}"
-        fact("message", f"{found.source} in {found.topic}{written}")
+        fact("message", f"{found.source}{written}")
         fact("key", show_key(found.key))
         fact("app", f"{found.app} {found.app_version or ''}".rstrip())
         fact("kind", f"{found.kind}: {_FATES[found.kind]}")
@@ -207,10 +225,15 @@ def print_letter(name: str, found: Letter | Unreadable, others: list[Letter], *,
             itself = found.park == found.source_offset
             fact(
                 "parked",
-                "its lane was parked at it" if itself else f"behind {found.source_partition}/{found.park}",
+                "its lane was parked at it"
+                if itself
+                else f"behind {found.topic}/{found.source_partition}@{found.park}",
             )
         if found.redrives or redriven:
-            fact("redriven", f"{found.redrives} times before{'; this letter too' if redriven else ''}")
+            fact(
+                "redriven",
+                f"{counted(found.redrives, 'time')} before{'; this dead letter too' if redriven else ''}",
+            )
         tries = f" after {counted(found.attempts, 'attempt')}" if found.attempts else ""
         fact("failed", f"{local(found.failed_at)}{f' in stage {found.stage}' if found.stage else ''}{tries}")
         if found.error is not None:
@@ -240,14 +263,14 @@ def _print_value(value: bytes | None) -> None:
         unit = "characters"
     else:
         more = len(value) - SHOWN_BYTES
-        block(f"value, {len(value):,} bytes that are no text", _dump(value[:SHOWN_BYTES]))
+        block(f"value, {len(value):,} bytes that are not text", _dump(value[:SHOWN_BYTES]))
         unit = "bytes"
     if more > 0:
-        typer.echo(f"  … {more:,} more {unit}; --raw writes them all")
+        typer.echo(f"  … {more:,} more {unit}; use --raw for all")
 
 
 def _readable(value: bytes) -> str | None:
-    """As text, when it is one."""
+    """Return the value as text if it is text."""
     try:
         text = value.decode()
     except UnicodeDecodeError:

@@ -8,25 +8,26 @@ from typing import Annotated
 import typer
 
 from keylane import __version__
-from keylane.cli import broker, dlq, lanes
+from keylane.cli import broker, dlq, lanes, topic
 from keylane.cli.bench import bench
 from keylane.cli.demo import demo
 from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
+from keylane.cli.layout import safe
 from keylane.cli.metrics import metrics
 from keylane.cli.plan import plan
 from keylane.cli.race import race
 from keylane.cli.run import run
 from keylane.cli.seed import seed
 from keylane.cli.verify import verify
-from keylane.core.redact import redact
+from keylane.cli.versions import app as versions
 from keylane.errors import KeylaneError
 
 app = typer.Typer(
     name="keylane",
     help=(
         "Kafka messages in Python on Spark: strictly in order inside a key, in parallel across keys.\n\n"
-        "New here? 'keylane demo' shows it at work. Your own app: 'keylane broker start', then "
+        "New here? Run 'keylane demo'. For your own app: 'keylane broker start', then "
         "'keylane run MODULE:APP'."
     ),
     no_args_is_help=True,
@@ -55,9 +56,11 @@ app.command()(demo)
 app.command()(race)
 app.command()(run)
 app.add_typer(broker.app, name="broker")
+app.add_typer(topic.app, name="topic")
 app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
+app.add_typer(versions, name="versions")
 app.command()(plan)
 app.command()(verify)
 app.command()(lag)
@@ -67,9 +70,9 @@ app.command(context_settings={"ignore_unknown_options": True})(bench)
 
 
 def main() -> None:
-    """Run the command line; an error a user can act on is one sentence and exit code 2."""
+    """Run the command line; an error that a user can act on is one sentence and exit code 2."""
     try:
         app()
     except KeylaneError as error:
-        print(redact(f"error: {error}"), file=sys.stderr)  # noqa: T201
+        print(safe(f"error: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(2)

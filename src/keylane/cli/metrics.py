@@ -1,4 +1,4 @@
-"""``keylane metrics``: an app's figures for Prometheus."""
+"""``keylane metrics``: an app's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from typing import Annotated
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Options, client
-from keylane.cli.source import find_source
-from keylane.kafka.exporter import PORT, Exporter
+from keylane.cli.source_topic import find_source
+from keylane.telemetry.prometheus import HOST, PORT, Exporter
 
 
 def metrics(
     name: App,
     bootstrap: Bootstrap = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve at this port; 0 takes any.")] = PORT,
-    host: Annotated[str, typer.Option(help="Serve at this address of the machine.")] = "0.0.0.0",  # noqa: S104
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve; 0 takes any free one.")] = PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to serve; 0.0.0.0 means all addresses of this machine.")
+    ] = HOST,
     once: Annotated[
         bool, typer.Option("--once", help="Print the metrics as they are now, and exit.")
     ] = False,
     topic: Annotated[
-        str | None, typer.Option(help="The app's source, when neither its plan nor its telemetry names it.")
+        str | None, typer.Option(help="The app's source, if neither its plan nor its telemetry names it.")
     ] = None,
     option: Options = None,
 ) -> None:
-    """Serve an app's figures to Prometheus, from its telemetry and its group, until Ctrl-C.
+    """Serve an app's metrics to Prometheus, from its telemetry and its group, until Ctrl-C.
 
-    It runs beside the app, anywhere that reaches the broker; one for each app. The lag is there also when the app is
-    not. Counters count from when this was started. 'keylane run --metrics-port N' serves the same from the driver.
+    Run one per app, on any machine that reaches the broker. Lag is available even when the app is not running.
+    Counters start when this command starts. 'keylane run --metrics-port N' serves the same from the driver. Listens
+    on this machine only, unless --host says otherwise: there is no encryption and no authentication.
 
     \b
     keylane metrics chat
-    keylane metrics chat --port 9464 --host 127.0.0.1
+    keylane metrics chat --port 9464 --host 0.0.0.0
     keylane metrics chat --once | grep keylane_partition_lag
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     settings = client(bootstrap, option)
@@ -43,7 +46,7 @@ def metrics(
         return
     exporter.start()
     taken = exporter.serve(port, host)
-    typer.echo(f"app {name}: http://{host}:{taken}/metrics (Ctrl-C ends it)", err=True)
+    typer.echo(f"app {name}: http://{host}:{taken}/metrics (stop with Ctrl-C)", err=True)
     try:
         while True:
             time.sleep(3600)

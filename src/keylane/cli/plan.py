@@ -9,10 +9,10 @@ import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
 from keylane.cli.layout import counted
-from keylane.core.plan import Plan, make_plan
-from keylane.core.ring import ALL, SLOTS
 from keylane.errors import SettingsError
-from keylane.kafka.operator import Operator
+from keylane.offsets.assignment import Assignment, make_plan
+from keylane.offsets.slots import ALL, SLOTS
+from keylane.state.admin import AdminClient
 
 
 def plan(
@@ -20,35 +20,33 @@ def plan(
     bootstrap: Bootstrap = None,
     tasks: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Show what the plan would be with so many tasks, instead of the one that runs."
-        ),
+        typer.Option(min=1, help="Show the plan for this number of tasks instead of the current one."),
     ] = None,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Show which task owns which slots of which partitions, in the epoch that runs or ran last.
+    """Show which task owns which slots of which partitions, in the current or last epoch.
 
-    A partition that is named alone is one task's. Where several tasks share one, each has a range of its ring: the
-    slots from 0 to 65535 into which keys fall. Every key is in one slot, so it is one task's.
+    A partition shown without slots belongs to one task. Where several tasks share a partition, each owns a range of
+    its slots, 0 to 65535. Every key hashes to one slot, so it belongs to one task.
 
     \b
     keylane plan chat
     keylane plan chat --json | jq '.tasks[0]'
     keylane plan chat --tasks 8
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    with Operator(client(bootstrap, option), name) as operator:
+    with AdminClient(client(bootstrap, option), name) as operator:
         found = operator.plan()
     if found is None:
-        raise SettingsError(f"app {name!r} has not planned anything so far: it must run first")
-    shared = Plan.decode(found["tasks"])
+        raise SettingsError(f"app {name!r} has not planned an epoch yet: run it first")
+    shared = Assignment.decode(found["tasks"])
     if tasks is not None:
         partitions = sorted({one.partition for task in shared.tasks for one in task})
         shared = make_plan(partitions, tasks, before=shared)
     if as_json:
         typer.echo(json.dumps(_facts(name, found, shared, planned=tasks is None)))
         return
-    when = f"epoch {found['epoch']}" if tasks is None else f"if there were {counted(tasks, 'task')}"
+    when = f"epoch {found['epoch']}" if tasks is None else f"with {counted(tasks, 'task')}"
     typer.echo(f"app {name}, {when}: {counted(len(shared.tasks), 'task')}")
     for number, ranges in enumerate(shared.tasks):
         owned = ", ".join(
@@ -60,7 +58,7 @@ def plan(
         typer.echo(f"  task {number}: {owned}")
 
 
-def _facts(name: str, found: dict[str, Any], shared: Plan, *, planned: bool) -> dict[str, Any]:
+def _facts(name: str, found: dict[str, Any], shared: Assignment, *, planned: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"app": name}
     if planned:
         facts |= {"run": found["run"], "epoch": found["epoch"], "at": found["at"]}

@@ -1,4 +1,4 @@
-"""How far a run is: lines in a log, a status in a terminal."""
+"""Progress of a run: lines in a log, a status line in a terminal."""
 
 from __future__ import annotations
 
@@ -7,67 +7,83 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from keylane.cli.layout import say
-from keylane.errors import KafkaError
-from keylane.kafka.lag import LagMeter
+from keylane.cli.layout import StatusLine, age, say
+from keylane.errors import BrokerError
+from keylane.telemetry.lag import LagMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
-    from rich.status import Status
 
-    from keylane.app import App
-    from keylane.kafka.lag import Lag
     from keylane.kafka.settings import KafkaSettings
+    from keylane.spec import AppSpec
+    from keylane.telemetry.lag import GroupLag
 
 _EVERY = 10.0
-"""Seconds between two lines when the output is no terminal."""
+"""Seconds between two lines when the output is not a terminal."""
+_BAR_COLUMNS = 20
 _LAST = 5.0
-"""Seconds to wait for the last figures."""
+"""Seconds to wait for the final figures."""
 
 
-class Progress:
-    """Asks the cluster in threads of its own: with the broker away an answer takes long, and a stop must not.
+def bar(done: int, total: int, mean: float, rate: float) -> str:
+    """Format progress towards a known end: ``━━━╸      30%  300 of 1,000, 95/s, about 8 s left``.
 
-    ``first`` is there after :meth:`begin`.
+    ``mean`` is the rate since the first message, ``rate`` that of the last second.
+    """
+    share = min(1.0, max(0.0, done / total))
+    full = int(share * _BAR_COLUMNS)
+    drawn = "━" * full + ("╸" if full < _BAR_COLUMNS else "")
+    left = max(0, total - done)
+    eta = f", about {age(left / mean + 0.5)} left" if left and mean > 0 else ""
+    return f"{drawn:<{_BAR_COLUMNS}} {share:4.0%}  {done:,} of {total:,}, {rate:,.0f}/s{eta}"
+
+
+class RunProgress:
+    """Progress, read from the cluster in separate threads: an unreachable broker must not delay a stop.
+
+    ``first`` is set after :meth:`begin`.
     """
 
-    def __init__(self, settings: KafkaSettings, app: App, console: Console) -> None:
+    def __init__(
+        self, settings: KafkaSettings, app: AppSpec, console: Console, *, until_caught_up: bool = False
+    ) -> None:
+        self._until_caught_up = until_caught_up
         self._settings = settings
         self._app = app
         self._console = console
         self._ended = threading.Event()
-        self._status: Status | None = None  # written by who shows it, read by the thread
+        self._status: StatusLine | None = None  # written by :meth:`show`'s caller, read by the thread
         self._shown = False
-        self.first: Lag
+        self.first: GroupLag
 
     def begin(self) -> None:
-        """Note where the app stands. Raises KafkaError when there is no answer."""
+        """Record the app's lag at the start. Raises BrokerError if the broker does not answer."""
         meter = self._meter()
         self.first = meter.read()
         threading.Thread(target=self._report, args=(meter,), name="keylane-progress", daemon=True).start()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Tell how far the app is, meanwhile."""
-        with self._console.status("waiting for messages …") as self._status:
+        """Show progress until the block ends."""
+        with StatusLine(self._console, "waiting for messages …") as self._status:
             self._shown = True
             try:
                 yield
             finally:
                 self._shown = False
 
-    def end(self) -> Lag | None:
-        """Where the app stands now; None when there is no answer soon."""
+    def end(self) -> GroupLag | None:
+        """Return the app's lag now; None if the answer takes too long."""
         self._ended.set()
-        found: list[Lag] = []
+        found: list[GroupLag] = []
 
         def ask() -> None:
             try:
                 found.append(self._meter().read())
-            except KafkaError as error:
-                say(self._console, f"how far the app is cannot be told: {error}")
+            except BrokerError as error:
+                say(self._console, f"could not read the app's progress: {error}")
 
         thread = threading.Thread(target=ask, name="keylane-lag", daemon=True)
         thread.start()
@@ -75,20 +91,30 @@ class Progress:
         return found[0] if found else None
 
     def _meter(self) -> LagMeter:
-        return LagMeter(self._settings, self._app.name, self._app.source)
+        app = self._app
+        committed = self._settings.reads_committed(app.delivery)
+        return LagMeter(self._settings, app.name, app.source, committed=committed)
 
     def _report(self, meter: LagMeter) -> None:
         before, at = self.first, time.monotonic()
+        began = at
         while not self._ended.wait(1.0 if self._console.is_terminal else _EVERY):
             try:
                 lag = meter.read()
-            except KafkaError as error:
+            except BrokerError as error:
                 line = str(error)
             else:
                 now = time.monotonic()
                 rate = (lag.committed - before.committed) / (now - at)
-                line = f"{lag.committed - self.first.committed:,} done, {rate:,.0f}/s, lag {lag.lag:,}"
+                done = lag.committed - self.first.committed
+                line = (
+                    bar(done, self.first.lag, done / (now - began), rate)
+                    if self._until_caught_up and self.first.lag
+                    else f"{done:,} done, {rate:,.0f}/s, lag {lag.lag:,}"
+                )
                 before, at = lag, now
+                if not done:
+                    began = now  # the time until the first message says nothing about the rate
             if self._shown and self._console.is_terminal and self._status is not None:
                 self._status.update(line)
             elif self._shown:

@@ -1,4 +1,4 @@
-"""``keylane race``: three orders side by side, live, on real Kafka and Spark."""
+"""``keylane race``: three orderings side by side, live, on real Kafka and Spark."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ if TYPE_CHECKING:
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_white", "bright_cyan")
 _LONGEST = 120.0
 _READY = 60.0
-_SHOWN = 24
 
 
 def race(
-    messages: Annotated[int, typer.Option(help="How many messages each app gets.")] = 400,
-    keys: Annotated[int, typer.Option(help="How many keys they belong to.")] = 8,
-    work_ms: Annotated[float, typer.Option(help="What the handler waits for a message, on average.")] = 20.0,
+    messages: Annotated[int, typer.Option(help="Number of messages per app.")] = 400,
+    keys: Annotated[int, typer.Option(help="Number of keys they belong to.")] = 8,
+    work_ms: Annotated[float, typer.Option(help="Average time of the handler per message.")] = 20.0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    """See what order costs: the same messages through three apps, side by side.
+    """Compare orderings: the same messages through three apps, side by side.
 
-    Without order everything runs at once, and finishes in any order. In one global lane everything finishes in its
-    order, one after another. With a lane for each key the order inside a key is kept, and keys run at once.
+    Without ordering, all messages run at once and finish in any order. In one global lane, they run one after another.
+    With a lane per key, messages of a key keep their order, and keys run in parallel.
 
-    Starts a real Kafka broker and Spark, and stops them. Takes about half a minute; the global lane needs work-ms for
-    every message.
+    Starts a real Kafka broker and Spark, and stops them. Takes about half a minute; the global lane takes work-ms per
+    message.
 
     \b
     keylane race
@@ -52,12 +51,12 @@ def race(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if messages < 1 or not 1 <= keys <= messages or work_ms <= 0:
         raise SettingsError(
-            "--messages needs at least 1, --keys 1 up to as many as messages, --work-ms more than 0"
+            "--messages must be at least 1, --keys between 1 and --messages, --work-ms greater than 0"
         )
     if messages * work_ms > 1000 * _LONGEST * 0.75:
         raise SettingsError(
-            f"the global lane would need {messages * work_ms / 1000:.0f} s: lower --messages or --work-ms "
-            f"(together up to {_LONGEST * 0.75:.0f} s)"
+            f"the global lane would take {messages * work_ms / 1000:.0f} s: lower --messages or --work-ms "
+            f"(their product may be up to {_LONGEST * 0.75:.0f} s)"
         )
     tracks = _Race(Console(stderr=True), messages, keys, work_ms / 1000, live=not json).run()
     sound = all(track.sound for track in tracks)
@@ -68,7 +67,7 @@ def race(
         Console().print(_view(tracks))
         Console().print(_moral(tracks))
     if not sound:
-        raise KeylaneError("an order was not kept: see the figures above. Please report this")
+        raise KeylaneError("an ordering was not kept: see the figures above. Please report this")
 
 
 class _Race:
@@ -82,10 +81,10 @@ class _Race:
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415
         from keylane.kafka.settings import KafkaSettings  # noqa: PLC0415
         from keylane.spark import jvm  # noqa: PLC0415
-        from keylane.spark.session import session  # noqa: PLC0415
+        from keylane.spark.spark_session import session  # noqa: PLC0415
 
         logging.getLogger("keylane").setLevel(logging.ERROR)
-        os.environ.setdefault("KEYLANE_LOG", "ERROR")  # of the tasks: they share this terminal
+        os.environ.setdefault("KEYLANE_LOG", "ERROR")  # for the tasks, which share this terminal
         tracks = [Track(order, self._messages) for order in ORDERS]
         with ExitStack() as stack:
             self._console.print("starting Kafka …")
@@ -94,11 +93,9 @@ class _Race:
             cluster = Cluster(KafkaSettings(broker.bootstrap))
             for topic in (SOURCE, *map(sink, ORDERS)):
                 cluster.ensure(topic, 1, {})
-            self._console.print("starting Spark, and three apps on it …")
+            self._console.print("starting Spark and three apps …")
             spark = session(f"local[{len(ORDERS)}]", "keylane race", lanes_only=True)
-            stack.callback(
-                jvm.end
-            )  # and the workers with it, before the broker: their clients would complain
+            stack.callback(jvm.end)  # with its workers, before the broker: their clients would log errors
             stack.callback(spark.stop)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keylane-race-")))
             queries: list[LaneQuery] = []
@@ -109,8 +106,8 @@ class _Race:
                     bootstrap=broker.bootstrap,
                     tasks=1,
                     epoch=600,
-                    checkpointLocation=str(folder / order),
-                    queryName=f"race-{order}",
+                    checkpoint_location=str(folder / order),
+                    query_name=f"race-{order}",
                 )
                 queries.append(query)
             reader = _Reader(broker.bootstrap, tracks)
@@ -120,22 +117,17 @@ class _Race:
         return tracks
 
     def _warm_up(self, bootstrap: str, reader: _Reader, queries: list[LaneQuery]) -> None:
-        """Until every app has answered once: the start of Spark is no part of the race."""
+        """Wait for a result from every app: Spark's start is not part of the race."""
         _send(bootstrap, [(b"k0", -1)])
         deadline = time.monotonic() + _READY
         while not reader.ready:
             _check(queries)
             if time.monotonic() > deadline:
-                raise KeylaneError(
-                    f"not every app had answered after {_READY:.0f} s: is the machine very busy?"
-                )
+                raise KeylaneError(f"some apps had no result after {_READY:.0f} s: is the machine very busy?")
             time.sleep(0.05)
 
     def _watch(self, bootstrap: str, tracks: list[Track], queries: list[LaneQuery]) -> None:
         load = [(b"k%d" % (number % self._keys), number) for number in range(self._messages)]
-        began = time.time()
-        for track in tracks:
-            track.began = began
         _send(bootstrap, load)
         deadline = time.monotonic() + _LONGEST
         quiet = not (self._live and self._console.is_terminal)
@@ -144,7 +136,7 @@ class _Race:
             while any(track.done < track.messages for track in tracks):
                 _check(queries)
                 if time.monotonic() > deadline:
-                    return  # the figures say what is missing
+                    return  # the figures show what is missing
                 if not quiet:
                     live.update(_view(tracks), refresh=True)
                 for track in tracks:
@@ -156,12 +148,11 @@ class _Race:
 
 
 class _Reader:
-    """Reads the three sinks, from a thread of its own, until it is closed."""
+    """Reader of the three sinks, in its own thread, until closed."""
 
     def __init__(self, bootstrap: str, tracks: list[Track]) -> None:
-        from confluent_kafka import Consumer, TopicPartition  # noqa: PLC0415
-
         from keylane.demo.race import sink  # noqa: PLC0415
+        from keylane.kafka.client import Consumer, TopicPartition  # noqa: PLC0415
 
         self._tracks = {sink(track.order): track for track in tracks}
         self._warm: set[str] = set()
@@ -181,11 +172,11 @@ class _Reader:
 
     @property
     def ready(self) -> bool:
-        """Whether every app has answered."""
+        """Return whether every app has produced a result."""
         return len(self._warm) == len(self._tracks)
 
     def close(self) -> None:
-        """No more results."""
+        """Stop reading."""
         self._ended.set()
         self._thread.join(5)
         self._consumer.close()
@@ -211,7 +202,7 @@ def _send(bootstrap: str, load: list[tuple[bytes, int]]) -> None:
 
 
 def _stop(queries: list[LaneQuery]) -> None:
-    """All at once: each drain takes a second or two."""
+    """Stop all in parallel: each drain takes a second or two."""
     stopping = [threading.Thread(target=query.stop) for query in queries]
     for thread in stopping:
         thread.start()
@@ -220,11 +211,11 @@ def _stop(queries: list[LaneQuery]) -> None:
 
 
 def _check(queries: list[LaneQuery]) -> None:
-    from keylane.spark.failure import cause  # noqa: PLC0415
+    from keylane.spark.failure_report import cause  # noqa: PLC0415
 
     for query in queries:
         if not query.isActive:
-            raise KeylaneError(f"an app ended before its time: {cause(query.exception()).line}")
+            raise KeylaneError(f"an app ended too early: {cause(query.exception()).line}")
 
 
 def _view(tracks: list[Track]) -> Group:
@@ -248,21 +239,19 @@ def _view(tracks: list[Track]) -> Group:
 
 
 def _trace(track: Track) -> Text:
-    """The first messages to finish, coloured by key; one that a later one of its key overtook is marked."""
+    """Show the latest finished messages, coloured by key; those overtaken in their key are marked."""
     line = Text("finished: ", style="dim")
-    for finish in track.trace[:_SHOWN]:
+    for finish in list(track.recent):
         style = _COLOURS[finish.key % len(_COLOURS)] + (" reverse" if finish.late else "")
         line.append(str(finish.number), style=style)
         line.append(" ")
-    if track.done > _SHOWN:
-        line.append(
-            f"…  overtaken: {track.overtaken:,}, inside their key: {track.overtaken_in_key:,}", style="dim"
-        )
+    if track.done:
+        line.append(f" overtaken: {track.overtaken:,}, in their key: {track.overtaken_in_key:,}", style="dim")
     return line
 
 
 def _moral(tracks: list[Track]) -> Table:
-    table = Table(title="the same messages, three orders")
+    table = Table(title="the same messages, three orderings")
     for column in (
         "order",
         "seconds",

@@ -1,4 +1,4 @@
-"""How a redrive looks on the command line: what would run, and what came of it; as facts for JSON, and as text."""
+"""Views of a redrive, before and after: facts for JSON, and text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 import typer
 
-from keylane.cli.choice import Choice, Lot
 from keylane.cli.keys import printable, show_key
 from keylane.cli.layout import cell, counted, print_table, table
-from keylane.kafka.operator import Heard, Tally
-from keylane.kafka.orders import Order
+from keylane.cli.redrive_selection import LaneSelection, RedriveSelection
+from keylane.state.admin import CommandResults
+from keylane.state.answers import RedriveCounts
+from keylane.state.commands import Command
 
 SHOWN = 20
-"""Lanes that are named one by one."""
+"""How many lanes are listed separately."""
 _PLACES = 8
 
 
-def _left_out(choice: Choice) -> list[str]:
+def _left_out(choice: RedriveSelection) -> list[str]:
     notes = []
     if choice.redriven:
         notes.append(f"{choice.redriven:,} redriven before")
@@ -26,11 +27,11 @@ def _left_out(choice: Choice) -> list[str]:
     if blocked := choice.blocked.total():
         notes.append(f"{blocked:,} of blocked lanes: see 'keylane lanes list'")
     if choice.unreadable:
-        notes.append(f"{choice.unreadable:,} that are no letters")
+        notes.append(f"{choice.unreadable:,} unreadable")
     return [f"left out: {', '.join(notes)}"] if notes else []
 
 
-def _facts(choice: Choice, lots: list[Lot]) -> dict[str, Any]:
+def _facts(choice: RedriveSelection, lots: list[LaneSelection]) -> dict[str, Any]:
     return {
         "letters": sum(lot.chosen for lot in lots),
         "left_out": {
@@ -42,7 +43,7 @@ def _facts(choice: Choice, lots: list[Lot]) -> dict[str, Any]:
     }
 
 
-def _lane_facts(lot: Lot) -> dict[str, Any]:
+def _lane_facts(lot: LaneSelection) -> dict[str, Any]:
     return {
         "key": None if lot.key is None else show_key(lot.key),
         "partition": lot.partition,
@@ -51,78 +52,81 @@ def _lane_facts(lot: Lot) -> dict[str, Any]:
     }
 
 
-def plan_facts(name: str, choice: Choice, lots: list[Lot], *, dry_run: bool) -> dict[str, Any]:
-    """What would be redriven, for JSON; nothing is, because it is a dry run or there is nothing."""
+def plan_facts(
+    name: str, choice: RedriveSelection, lots: list[LaneSelection], *, dry_run: bool
+) -> dict[str, Any]:
+    """Return as JSON facts what would be redriven, for a dry run or an empty selection."""
     lanes = [
-        {**_lane_facts(lot), "order": [f"{lot.partition}/{source}" for source in lot.sources()]}
+        {**_lane_facts(lot), "order": [f"{lot.partition}@{source}" for source in lot.sources()]}
         for lot in lots
     ]
     return {"app": name, "dry_run": dry_run, **_facts(choice, lots), "lanes": lanes}
 
 
-def print_plan(name: str, choice: Choice, lots: list[Lot], *, whole: bool) -> None:
-    """What would be redriven."""
+def print_plan(name: str, choice: RedriveSelection, lots: list[LaneSelection], *, whole: bool) -> None:
+    """Print what would be redriven."""
     if not lots:
         typer.echo("; ".join([f"nothing to redrive in {name}.dlq", *_left_out(choice)]))
         return
-    made = table("LANE", "LETTERS", "STATE", "IN THIS ORDER")
+    made = table("LANE", "DEAD LETTERS", "STATE", "SOURCE, IN THIS ORDER")
     for lot in lots[:SHOWN]:
         sources = lot.sources()
-        places = [f"{lot.partition}/{source}" for source in sources[:_PLACES]]
+        places = [f"{lot.partition}@{source}" for source in sources[:_PLACES]]
         more = [f"… {len(sources) - _PLACES:,} more"] if len(sources) > _PLACES else []
         made.add_row(
             cell(show_key(lot.key)),
             f"{lot.chosen:,}",
-            "parked" if lot.parked else "goes on",
+            "parked" if lot.parked else "running",
             " ".join([*places, *more]) or "-",
         )
     print_table(made)
     notes = [
-        f"{counted(sum(lot.chosen for lot in lots), 'letter')} of {counted(len(lots), 'lane')} would be redriven"
+        f"{counted(sum(lot.chosen for lot in lots), 'dead letter')} of {counted(len(lots), 'lane')} would be redriven"
     ]
     if len(lots) > SHOWN:
         notes.append(f"{len(lots) - SHOWN:,} lanes not shown")
     if whole or any(lot.parked for lot in lots):
-        notes.append("what is parked meanwhile comes along")
+        notes.append("also what is parked meanwhile")
     typer.echo("; ".join([*notes, *_left_out(choice)]))
 
 
-class Report:
-    """What came of the orders, each of which redrives the lot at its place. ``heard`` is None if nobody waited."""
+class RedriveReport:
+    """Results of the commands, one per lane selection. ``heard`` is None without waiting for answers."""
 
     def __init__(
-        self, name: str, choice: Choice, lots: list[Lot], orders: list[Order], heard: Heard | None
+        self,
+        name: str,
+        choice: RedriveSelection,
+        lots: list[LaneSelection],
+        commands: list[Command],
+        heard: CommandResults | None,
     ) -> None:
         self._name = name
         self._choice = choice
-        self._lanes = list(zip(lots, orders, strict=True))
+        self._lanes = list(zip(lots, commands, strict=True))
         self._waited = heard is not None
         self._answers = heard.answers if heard is not None else {}
         self._lost = heard.lost if heard is not None else frozenset()
-        tallies = [answer.tally for answer in self._answers.values()]
-        self._sum = Tally(
-            through=sum(tally.through for tally in tallies if tally is not None),
-            dead=sum(tally.dead for tally in tallies if tally is not None),
-            parked=sum(tally.parked for tally in tallies if tally is not None),
-        )
+        answers = self._answers.values()
+        self._sum = RedriveCounts.total(answer.counts for answer in answers if answer.counts is not None)
 
     @property
     def through(self) -> bool:
-        """Whether nothing is known that did not come through."""
+        """Whether no message is known to have failed."""
         return not self._lost and all(answer.ok for answer in self._answers.values())
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the results as JSON facts."""
         lanes = []
-        for lot, order in self._lanes:
-            answer = self._answers.get(order.id)
+        for lot, command in self._lanes:
+            answer = self._answers.get(command.id)
             lanes.append(
                 {
                     **_lane_facts(lot),
-                    "id": order.id,
+                    "id": command.id,
                     "ok": None if answer is None else answer.ok,
                     "result": None if answer is None else answer.result,
-                    "stands": answer is None and order.id not in self._lost,
+                    "waiting": answer is None and command.id not in self._lost,
                 }
             )
         return {
@@ -132,44 +136,42 @@ class Report:
             "through": self._sum.through,
             "dead_again": self._sum.dead,
             "still_parked": self._sum.parked,
+            "stale": self._sum.stale,
             "unanswered": len(self._lanes) - len(self._answers),
             "lanes": lanes,
         }
 
     def print(self) -> None:
-        """As text."""
-        what = f"{counted(sum(lot.chosen for lot, _ in self._lanes), 'letter')} of {counted(len(self._lanes), 'lane')}"
-        standing = len(self._lanes) - len(self._answers) - len(self._lost)
+        """Print the results as text."""
+        letters = sum(lot.chosen for lot, _ in self._lanes)
+        what = f"{counted(letters, 'dead letter')} of {counted(len(self._lanes), 'lane')}"
+        waiting = len(self._lanes) - len(self._answers) - len(self._lost)
         if self._answers:
-            tally = self._sum
-            result = f"{tally.through:,} through, {tally.dead:,} dead again, {tally.parked:,} still parked"
-            typer.echo("; ".join([f"{what}: {result}", *_left_out(self._choice)]))
+            typer.echo("; ".join([f"{what}: {self._sum}", *_left_out(self._choice)]))
             bad = [
                 (lot, a) for lot, o in self._lanes if (a := self._answers.get(o.id)) is not None and not a.ok
             ]
             for lot, answer in bad[:SHOWN]:
                 typer.echo(f"{lot.name}: {printable(answer.result)}")
             if len(bad) > SHOWN:
-                typer.echo(f"… {len(bad) - SHOWN:,} more lanes where not all came through")
-            if tally.dead:
+                typer.echo(f"… {len(bad) - SHOWN:,} more lanes where some messages failed")
+            if self._sum.dead:
                 typer.echo(f"'keylane dlq list {self._name}' shows why some are dead again")
-            if tally.parked:
+            if self._sum.parked:
                 typer.echo(f"'keylane lanes list {self._name}' shows why some are still parked")
         else:
             typer.echo("; ".join([what, *_left_out(self._choice)]))
-        if standing:
-            self._say_what_stands(standing)
+        if waiting:
+            self._print_waiting(waiting)
         if self._lost:
-            typer.echo(f"{counted(len(self._lost), 'order')} came to an end without an answer")
+            typer.echo(f"{counted(len(self._lost), 'command')} ended without an answer")
 
-    def _say_what_stands(self, standing: int) -> None:
-        orders = f"{counted(standing, 'order')} {'stand' if standing != 1 else 'stands'}"
+    def _print_waiting(self, waiting: int) -> None:
+        commands = f"{counted(waiting, 'command')} {'are' if waiting != 1 else 'is'} waiting"
         if not self._waited or self._answers:
-            typer.echo(
-                f"{orders} and will be carried out; 'keylane lanes audit {self._name}' shows what came of it"
-            )
+            typer.echo(f"{commands} to be carried out; 'keylane lanes audit {self._name}' shows the results")
         else:
             typer.echo(
-                f"nobody has answered: the app does not seem to run. {orders}, to be carried out when it starts; "
-                f"'keylane lanes audit {self._name}' shows what came of it"
+                f"no answer: the app does not seem to be running. {commands} to be carried out when it starts; "
+                f"'keylane lanes audit {self._name}' shows the results"
             )

@@ -1,25 +1,24 @@
-"""An app on Spark in the foreground: started, watched, started again, stopped, and what came of it."""
+"""Runner of an app on Spark in the foreground: starts, watches, restarts and stops it, and reports the result."""
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keylane.cli.layout import say
-from keylane.cli.progress import Progress
-from keylane.cli.stopper import OVERDUE
-from keylane.core.record import Stop
-from keylane.kafka.claims import check_still_ours
+from keylane.cli.progress import RunProgress
+from keylane.cli.signals import OVERDUE
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.exporter import Exporter
-from keylane.kafka.operator import Operator
+from keylane.lanes.lane_record import LaneStatus
 from keylane.spark import jvm
-from keylane.spark.failure import Failure, Kind
-from keylane.spark.query import start
-from keylane.spark.session import session
+from keylane.spark.failure_report import QueryFailure, QueryFailureKind
+from keylane.spark.query import dead_letters, start
+from keylane.spark.spark_session import session
 from keylane.spark.supervisor import supervise
+from keylane.state.admin import AdminClient
+from keylane.state.ownership import check_still_ours, remember_newest_run
+from keylane.telemetry.prometheus import HOST, Exporter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,36 +27,45 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from rich.console import Console
 
-    from keylane.app import App
-    from keylane.cli.stopper import Stopper
+    from keylane.cli.signals import StopSignals
     from keylane.kafka.settings import KafkaSettings
-    from keylane.spark.parcel import Parcel
+    from keylane.spark.packaging import AppPackage
     from keylane.spark.query import LaneQuery
+    from keylane.spec import AppSpec
 
 _START = 60.0
-"""Seconds that Spark may take to start a query once a stop was asked for."""
+"""Seconds that Spark may take to start a query after a stop was requested."""
 _DRAIN = 5.0
-"""Seconds beyond the app's own for a drain: for the order to stop, the last commit and Spark's report."""
+"""Seconds for a drain beyond the app's own: for the stop request, the last commit and Spark's report."""
 _END = 15.0
-"""Seconds that Spark may take to end a query that is drained, or was not in time."""
+"""Seconds that Spark may take to end a query after its drain or the drain's time-out."""
 _CLOSE = 30.0
-"""Seconds for everything after that: the last look at the lag, and the end of Spark itself."""
+"""Seconds for the rest: the final lag, and stopping Spark."""
 _ZOMBIES = 20.0
-"""Seconds to wait for tasks of a query that has failed; then Spark is ended, and they with it."""
-_CODES = {Kind.AGAIN: 1, Kind.APP: 1, Kind.FLOOD: 1, Kind.TAKEN_OVER: 3}
+"""Seconds to wait for tasks of a failed query; then Spark is stopped, and they with it."""
+_CODES = {
+    QueryFailureKind.AGAIN: 1,
+    QueryFailureKind.APP: 1,
+    QueryFailureKind.FLOOD: 1,
+    QueryFailureKind.TAKEN_OVER: 3,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run has ended."""
+class RunEnd:
+    """The result of a run."""
 
     ended: str
     """``stopped``, ``caught up`` or ``failed``."""
     seconds: float
     processed: int | None = None
     lag: int | None = None
+    hidden: int = 0
+    """Offsets of the source in open transactions of other producers."""
     stopped_lanes: int = 0
-    failure: Failure | None = None
+    parked_lanes: int = 0
+    dead_letters: int = 0
+    failure: QueryFailure | None = None
     drained: bool = True
 
     @property
@@ -71,45 +79,47 @@ class Result:
 
 
 class Runner:
-    """One ``keylane run``. :meth:`run` is the work that the stopper guards."""
+    """One ``keylane run``. :meth:`run` is the work that the signal guard runs."""
 
     def __init__(
         self,
-        app: App,
+        app: AppSpec,
         settings: KafkaSettings,
-        parcel: Parcel,
+        package: AppPackage,
         given: dict[str, Any],
         *,
         master: str,
         files: Sequence[Path] = (),
-        stopper: Stopper,
+        stopper: StopSignals,
         console: Console,
         metrics_port: int | None = None,
+        metrics_host: str = HOST,
     ) -> None:
         self._app = app
         self._settings = settings
-        self._parcel = parcel
+        self._package = package
         self._given = given
         self._master = master
         self._files = files
         self._stopper = stopper
         self._console = console
-        self._metrics_port = metrics_port
+        self._metrics_port, self._metrics_host = metrics_port, metrics_host
         self._spark: SparkSession | None = None
-        self._progress = Progress(settings, app, console)
-        self._used = False  # the session: tasks of a query that failed may still be there
+        self._progress = RunProgress(settings, app, console, until_caught_up=bool(given.get("availableNow")))
+        self._used = False  # the session: tasks of a failed query may still run in it
         self._drained = True
+        self._dead = 0  # dead letters of all queries
 
-    def run(self) -> Result:
-        """Everything from the first look at the cluster to Spark's end."""
-        Cluster(self._settings).prepare(
-            self._app
-        )  # before Spark is started: its errors would come half a minute later
+    def run(self) -> RunEnd:
+        """Run everything, from the first check of the cluster to Spark's end."""
+        cluster = Cluster(self._settings)
+        cluster.prepare(self._app)  # before Spark: otherwise errors would come half a minute later
+        remember_newest_run(cluster, self._app.name, self._app.state)
         if self._metrics_port is not None:
             exporter = Exporter(self._settings, self._app.name, self._app.source)
-            taken = exporter.serve(self._metrics_port)
+            taken = exporter.serve(self._metrics_port, self._metrics_host)
             exporter.start()
-            self._say(f"metrics at http://{socket.gethostname()}:{taken}/metrics")
+            self._say(f"metrics at http://{self._metrics_host}:{taken}/metrics")
         self._progress.begin()
         self._spark = self._session()
         began = time.monotonic()
@@ -121,21 +131,23 @@ class Runner:
             if not jvm.end() and self._spark is not None:
                 self._spark.stop()
 
-    def _result(self, failure: Failure | None, seconds: float) -> Result:
+    def _result(self, failure: QueryFailure | None, seconds: float) -> RunEnd:
         ended = "caught up"
         if failure is not None and (failure.final or not self._stopper.asked):
             ended = "failed"
         elif self._stopper.asked:
             ended = "stopped"
         last = self._progress.end()
-        return Result(
+        lanes = self._lanes() if ended == "caught up" else []
+        return RunEnd(
             ended=ended,
             seconds=seconds,
             processed=None if last is None else last.committed - self._progress.first.committed,
             lag=None if last is None else last.lag,
-            stopped_lanes=self._stopped_lanes()
-            if ended == "caught up" and last is not None and last.lag
-            else 0,
+            hidden=0 if last is None else last.hidden,
+            stopped_lanes=lanes.count(LaneStatus.BLOCKED),
+            parked_lanes=lanes.count(LaneStatus.PARKED),
+            dead_letters=self._dead,
             failure=failure,
             drained=self._drained and failure is None,
         )
@@ -147,13 +159,14 @@ class Runner:
         if self._used:
             check_still_ours(
                 self._settings, self._app.name, self._app.state
-            )  # or the two would take turns for ever
+            )  # otherwise the two would replace each other for ever
         self._stopper.runs(_START)
         app, again, self._used = self._app, " again" if self._used else "", True
-        query = start(app, spark, parcel=self._parcel, **self._given)
+        query = start(app, spark, package=self._package, **self._given)
         self._stopper.runs(app.drain_timeout + _DRAIN + _END)
+        sink = app.sink or ("no sink" if app.custom_sink is None else type(app.custom_sink).__name__)
         self._say(
-            f"app {app.name!r} runs{again}: {app.source} → {app.sink or 'no sink'} at {self._settings.bootstrap}. "
+            f"app {app.name!r} runs{again}: {app.source} → {sink} at {self._settings.bootstrap}. "
             "Ctrl-C drains it."
         )
         return query
@@ -166,17 +179,18 @@ class Runner:
             self._drained = False
             query.stop(self._drain_time(query))
             self._drained = query.drained
+        self._dead += dead_letters(query)
         return query.exception()
 
     def _drain_time(self, query: LaneQuery) -> float:
         seconds = self._app.drain_timeout + _DRAIN
         if query.lastProgress is None and self._spark is not None and not jvm.running(self._spark):
-            seconds += _START  # the first tasks are still to come, and need not do anything but see the order
+            seconds += _START  # the first tasks are still to start, and only need to see the stop request
             self._stopper.runs(seconds + _END)
         return seconds
 
     def _fit(self) -> SparkSession:
-        """A session that is fit for a query: it lives, and no task of the query before runs any more."""
+        """Return a usable session: alive, and without tasks of the query before."""
         if self._spark is not None and not self._used:
             return self._spark
         self._stopper.nothing_runs()
@@ -184,7 +198,7 @@ class Runner:
             if jvm.is_alive(self._spark):
                 if jvm.await_idle(self._spark, _ZOMBIES):
                     return self._spark
-                self._say("tasks of the query that failed do not end: Spark is ended with them")
+                self._say("tasks of the failed query do not end: restarting Spark")
             jvm.discard(self._spark)
             self._spark = None
         self._spark = self._session()
@@ -202,6 +216,7 @@ class Runner:
     def _say(self, line: str) -> None:
         say(self._console, line)
 
-    def _stopped_lanes(self) -> int:
-        with Operator(self._settings, self._app.name) as operator:
-            return sum(record.stop is Stop.BLOCKED for record in operator.lanes())
+    def _lanes(self) -> list[LaneStatus]:
+        """Return why each stopped lane has stopped."""
+        with AdminClient(self._settings, self._app.name) as operator:
+            return [record.stop for record in operator.lanes()]

@@ -1,4 +1,4 @@
-"""`keylane seed`: fills a topic with messages whose order can be checked."""
+"""`keylane seed`: fill a topic with messages whose order can be checked."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from keylane.errors import KeylaneError, SettingsError
-from keylane.seed import DEFAULT_PARTITIONS, Distribution, Load, Report, Target, send
+from keylane.cli.arguments import Bootstrap, Json, Options, client
+from keylane.cli.layout import counted, safe
+from keylane.demo.seed import DEFAULT_PARTITIONS, Distribution, SeedLoad, SeedReport, Target, send
+from keylane.errors import KeylaneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def seed(
-    topic: Annotated[str, typer.Argument(help="The topic to fill; it is created if it does not exist.")],
-    bootstrap: Annotated[
-        str, typer.Option(envvar="KEYLANE_BOOTSTRAP", help="The broker, as host:port.")
-    ] = "localhost:9092",
-    messages: Annotated[int, typer.Option(min=0, help="How many messages to send.")] = 10_000,
-    keys: Annotated[int, typer.Option(min=1, help="How many different keys: k0, k1, k2 ...")] = 1_000,
+    topic: Annotated[str, typer.Argument(help="The topic to fill; created if it does not exist.")],
+    bootstrap: Bootstrap = None,
+    messages: Annotated[int, typer.Option(min=0, help="Number of messages.")] = 10_000,
+    keys: Annotated[int, typer.Option(min=1, help="Number of different keys: k0, k1, k2 ...")] = 1_000,
     partitions: Annotated[
         int | None,
         typer.Option(
             min=1,
-            show_default=f"as the topic has, {DEFAULT_PARTITIONS} for a new one",
+            show_default=f"those of the topic, {DEFAULT_PARTITIONS} for a new one",
             help="Partitions of the topic.",
         ),
     ] = None,
@@ -48,12 +48,12 @@ def seed(
         typer.Option(min=1, show_default="the broker's default", help="Replicas, if the topic is created."),
     ] = None,
     rate: Annotated[
-        float, typer.Option(min=0, help="Messages per second; 0 sends as fast as the broker takes them.")
+        float, typer.Option(min=0, help="Messages per second; 0 sends as fast as possible.")
     ] = 0.0,
     dist: Annotated[
-        Distribution, typer.Option(help="How messages are shared out to keys.")
+        Distribution, typer.Option(help="How messages are distributed over keys.")
     ] = Distribution.UNIFORM,
-    zipf_s: Annotated[float, typer.Option(help="With zipf: the larger, the hotter the first keys.")] = 1.1,
+    zipf_s: Annotated[float, typer.Option(help="With zipf: larger means hotter first keys.")] = 1.1,
     value_size: Annotated[int, typer.Option(min=1, help="Bytes of a value.")] = 200,
     event_ids: Annotated[
         bool, typer.Option("--event-ids/--no-event-ids", help="Send the header event-id.")
@@ -63,30 +63,25 @@ def seed(
         typer.Option(
             "--seed",
             min=0,
-            show_default="another one every time",
-            help="The same number makes the same keys and event ids again.",
+            show_default="a random one",
+            help="The same number produces the same keys and event IDs.",
         ),
     ] = None,
-    client: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kafka", metavar="NAME=VALUE", help="A setting for the Kafka client. May be repeated."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")] = False,
+    option: Options = None,
+    as_json: Json = False,
 ) -> None:
     """Fill a topic with messages whose order can be checked.
 
-    Every value starts with a sequence number inside its key, the time it was due, and an event id.
+    Every value starts with its sequence number in its key, its due time and an event ID.
 
-    **Examples**
-
-    - `keylane seed chat.in --messages 100000 --keys 1000`: as fast as possible
-    - `keylane seed chat.in --messages 60000 --rate 2000`: for half a minute, evenly
-    - `keylane seed chat.in --dist zipf --zipf-s 1.3 --seed 7`: a few busy lanes, the same every time
-    """
+    \b
+    keylane seed chat.in --messages 100000 --keys 1000
+    keylane seed chat.in --messages 60000 --rate 2000
+    keylane seed chat.in --dist zipf --zipf-s 1.3 --seed 7
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
     try:
-        load = Load(
+        settings = client(bootstrap, option)
+        load = SeedLoad(
             messages=messages,
             keys=keys,
             dist=dist,
@@ -97,27 +92,20 @@ def seed(
         )
         target = Target(
             topic=topic,
-            bootstrap=bootstrap,
+            bootstrap=settings.bootstrap,
             partitions=partitions,
             replication=replication,
             rate=rate,
-            client=dict(_setting(text) for text in client or ()),
+            client=dict(settings.extra),
         )
         report = _send(load, target)
     except KeylaneError as error:
-        typer.echo(f"keylane: {error}", err=True)
+        typer.echo(safe(f"keylane: {error}"), err=True)
         raise typer.Exit(2) from error
     typer.echo(json.dumps(asdict(report)) if as_json else _text(report))
 
 
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise SettingsError(f"--kafka takes NAME=VALUE, not {text!r}")
-    return name.removeprefix("kafka."), value
-
-
-def _send(load: Load, target: Target) -> Report:
+def _send(load: SeedLoad, target: Target) -> SeedReport:
     if not _on_a_terminal():
         return send(load, target)
     columns = (
@@ -142,10 +130,10 @@ def _on_a_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _text(report: Report) -> str:
-    made = f"created with {report.partitions}" if report.created else f"{report.partitions}"
+def _text(report: SeedReport) -> str:
+    made = f"{'created with ' if report.created else ''}{counted(report.partitions, 'partition')}"
     late = f", at most {report.behind_ms:.1f} ms late" if report.behind_ms else ""
     return (
-        f"{report.topic} ({made} partitions): {report.messages:,} messages, {report.keys:,} keys, seed {report.seed}, "
-        f"in {report.seconds:.1f} s ({report.per_second:,.0f}/s{late})"
+        f"{report.topic} ({made}): {counted(report.messages, 'message')}, {counted(report.keys, 'key')}, "
+        f"seed {report.seed}, in {report.seconds:.1f} s ({report.per_second:,.0f}/s{late})"
     )

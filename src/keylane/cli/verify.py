@@ -1,4 +1,4 @@
-"""`keylane verify`: the audit of an app's ledger."""
+"""`keylane verify`: an audit of an app's ledger."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client, moment
 from keylane.cli.keys import show_key
-from keylane.errors import KafkaError, SettingsError
+from keylane.cli.layout import counted
+from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from keylane.audit.audit import Audit
     from keylane.kafka.settings import KafkaSettings
-    from keylane.spark.audit import Audit
     from keylane.testing.verdict import Violation
 
 
@@ -25,23 +26,23 @@ def verify(
     name: App,
     bootstrap: Bootstrap = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only what happened since: 30m, 2h, 7d, or a time.")
+        str | None, typer.Option(metavar="TIME", help="Only attempts since: 30m, 2h, 7d ago, or a time.")
     ] = None,
     skew: Annotated[
-        float, typer.Option(min=0.0, help="Seconds by which the clocks of the app's machines may differ.")
+        float, typer.Option(min=0.0, help="Largest clock difference between the app's machines, in seconds.")
     ] = 0.0,
     master: Annotated[str, typer.Option(help="Spark's master; this machine by default.")] = "local[*]",
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Prove from the app's ledger that it kept its promises, or show where it did not.
+    """Prove from the app's ledger that it kept its guarantees, or show where it did not.
 
-    The ledger APP.ledger has a record of every attempt of an app with ledger=Ledger(). Looked for are: two attempts of
-    a key at the same time, messages that overtook an earlier one of their key, messages that are committed as done and
-    were never finished, results that the same task made twice. Also told: how many messages finished again, and why,
-    and how many keys stayed with one task.
+    The ledger APP.ledger has a record of every attempt of an app with ledger=Ledger(). The audit looks for attempts of
+    one key that overlap, messages that overtook an earlier one of their key, messages that were committed and never
+    finished, and results that the same task produced twice. It also counts messages that finished again, and why, and
+    keys that stayed with one task.
 
-    Exits with 0 when all is well, 1 when something was found, 2 when it could not be looked at.
+    Exit codes: 0 sound, 1 violations found, 2 the audit could not run.
 
     \b
     keylane verify shop
@@ -52,7 +53,7 @@ def verify(
     Cluster(settings).partitions(
         f"{name}.ledger", f"the ledger of app {name!r}, topic"
     )  # before Spark is started
-    from keylane.spark.session import session  # noqa: PLC0415 - only now Spark is needed
+    from keylane.spark.spark_session import session  # noqa: PLC0415 - only now Spark is needed
 
     clock = time.monotonic()
     spark = session(master, f"keylane verify {name}", spark_sql_shuffle_partitions="16")
@@ -68,7 +69,7 @@ def verify(
 
 
 def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int | None, skew: float) -> Audit:
-    from keylane.spark.audit import audit, read_ledger  # noqa: PLC0415
+    from keylane.audit.audit import audit, read_ledger  # noqa: PLC0415
     from keylane.spark.topic import register  # noqa: PLC0415
 
     register(spark)
@@ -84,16 +85,20 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
         return read_ledger(topic(f"{name}.ledger", "key BINARY, value BINARY", **more))
 
     cluster = Cluster(settings)
-    first = ledger().select("topic").first()
-    if first is None or not first.topic:
-        raise SettingsError(f"the ledger of app {name!r} is empty: run it with App(…, ledger=Ledger())")
+    first = ledger().select("topic").where("topic > ''").first()
+    if first is None:
+        when = "" if began is None else " from --since on"
+        raise SettingsError(
+            f"the ledger {name}.ledger has no records{when}: the app has processed no messages, or ran without "
+            "App(…, ledger=Ledger())"
+        )
     source = first.topic
     try:
         count = cluster.partitions(source, "the source, topic")
-    except KafkaError:
-        typer.echo(f"topic {source!r} is gone: whether anything was lost cannot be said", err=True)
+    except BrokerError:
+        typer.echo(f"topic {source!r} does not exist: lost messages cannot be detected", err=True)
         count = 0
-    # The end is taken before the ledger is read: what is committed by then is in it.
+    # Read the committed offsets before the ledger: everything committed by then is in it.
     until = {p: offset for p, (offset, _) in cluster.committed(name, source, range(count)).items()}
     return audit(
         spark,
@@ -117,6 +122,7 @@ def _facts(name: str, found: Audit, seconds: float) -> dict[str, Any]:
         "share": found.share,
         "retried": found.retried,
         "unfinished": found.unfinished,
+        "unreadable": found.unreadable,
         "checked_for_loss": found.checked,
         "no_longer_in_source": found.gone,
         "repeats": dict(found.repeats),
@@ -142,28 +148,31 @@ def _print(name: str, found: Audit, seconds: float) -> None:
     say = typer.echo
     share = "" if found.share == 1 else f" ({found.share:.3g} of the keys)"
     say(
-        f"{name}: {found.attempts:,} attempts at {found.messages:,} messages of {found.keys:,} keys{share}, by "
-        f"{found.owners:,} tasks, in {seconds:.0f} s"
+        f"{name}: {counted(found.attempts, 'attempt')} at {counted(found.messages, 'message')} of "
+        f"{counted(found.keys, 'key')}{share}, by {counted(found.owners, 'task')}"
     )
     rows = [
-        ("at the same time in a key", "overlap"),
-        ("overtaken, or gone back", "order"),
+        ("overlapping in a key", "overlap"),
+        ("overtaken in a key", "order"),
         ("lost", "lost"),
-        ("twice by the same task", "repeat"),
+        ("repeated by one task", "repeat"),
     ]
     for text, flaw in rows:
         count = sum(number for kind, number in found.tally.items() if kind.value == flaw)
-        more = f" of {found.checked:,} that are committed" if flaw == "lost" else ""
+        more = f" of {found.checked:,} committed" if flaw == "lost" else ""
         say(f"  {text:<28}{count:>12,}{more}")
     again = sum(found.repeats.values())
     say(f"  {'finished again':<28}{again:>12,}")
     for why, count in sorted(found.repeats.items(), key=lambda pair: -pair[1]):
         say(f"    {why:<26}{count:>12,}")
     say(f"  {'retried':<28}{found.retried:>12,}")
-    say(f"  {'begun and not finished':<28}{found.unfinished:>12,}")
+    say(f"  {'started, not finished':<28}{found.unfinished:>12,}")
     say(f"  {'keys with one owner':<28}{found.affinity:>12.1%}")
+    if found.unreadable:
+        say(f"  {'unreadable, left out':<28}{found.unreadable:>12,}")
     for violation in found.violations:
         say("")
         say(str(violation))
     say("")
-    say("all is well" if found.ok else "NOT SOUND: see the counterexamples above")
+    say("no violations found" if found.ok else "NOT SOUND: see the counterexamples above")
+    say(f"checked in {seconds:.0f} s, including Spark's start")

@@ -6,7 +6,7 @@ import asyncio
 from zlib import crc32
 
 from keylane import App, Message, Poison, Retry, Transient
-from keylane.seed import parse_value
+from keylane.demo.seed import parse_value
 
 SOURCE, SINK = "chat.in", "chat.out"
 INGEST, NLU, LLM, DELIVERY = 0.005, 0.020, (0.050, 0.080), 0.010

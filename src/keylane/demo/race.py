@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.app import App
@@ -24,6 +26,8 @@ TITLES = {
 }
 KEEP = 60
 """Messages of the trace that are kept."""
+RECENT = 16
+"""Messages of the live trace."""
 
 
 def sink(order: Order) -> str:
@@ -68,8 +72,8 @@ class Track:
 
     order: Order
     messages: int
-    began: float = 0.0
-    """Unix time at which the messages were there."""
+    began: float = inf
+    """Unix time at which its handler got the first message: no client's start is in the figures."""
     done: int = 0
     last: float = 0.0
     """Unix time of the last result so far."""
@@ -80,6 +84,8 @@ class Track:
     doubles: int = 0
     trace: list[Finish] = field(default_factory=list)
     """The first to finish, in the order in which they did."""
+    recent: deque[Finish] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The last to finish so far."""
     _latest: int = -1
     _latest_of: dict[int, int] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
@@ -99,14 +105,17 @@ class Track:
         self._latest = max(self._latest, number)
         self._latest_of[of] = max(self._latest_of.get(of, -1), number)
         self._spans.append((said["started"], said["finished"]))
+        self.began = min(self.began, said["started"])
         self.last = max(self.last, said["finished"])
         self.done += 1
+        finish = Finish(number=number, key=of, late=late)
+        self.recent.append(finish)
         if len(self.trace) < KEEP:
-            self.trace.append(Finish(number=number, key=of, late=late))
+            self.trace.append(finish)
 
     @property
     def seconds(self) -> float:
-        """From the first message to the last result so far."""
+        """From the first message in the handler to the last result so far."""
         return max(self.last - self.began, 1e-3) if self.done else 0.0
 
     @property

@@ -6,9 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from confluent_kafka import Consumer, TopicPartition
-
-from keylane.seed import parse_value
+from keylane.demo.seed import parse_value
+from keylane.kafka.client import Consumer, TopicPartition
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from keylane.lanes.ordering import KEY
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
+
+    from keylane.lanes.ordering import Ordering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostFacts:
     """A machine with Python on it: the driver's, or a worker's."""
 
     name: str
@@ -25,7 +30,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Java:
+class JavaFacts:
     """The Java that Spark and the embedded broker run on. ``fault`` says in a sentence why there is none."""
 
     version: str = ""
@@ -34,28 +39,30 @@ class Java:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spark:
+class SparkFacts:
     """A Spark that was started, and what ran on it. ``fault`` says in a sentence why it was not."""
 
     master: str
     slots: int = 0
-    workers: tuple[Host, ...] = ()
+    workers: tuple[HostFacts, ...] = ()
     speculation: bool = False
     max_failures: int = 4
     fault: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class App:
+class AppFacts:
     """The app, as far as it matters here. ``source`` is None when only a name was given."""
 
     name: str
     source: str | None
     sink: str | None = None
-    order: str = "key"
+    order: Ordering = KEY
     ledger: bool = False
     tasks: int | None = None
     """At most so many, by its options."""
+    spool: Path | None = None
+    """Where its dead letters wait while their topic takes none; None: the usual folder."""
 
     @property
     def dlq(self) -> str:
@@ -74,7 +81,7 @@ class App:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topic:
+class TopicFacts:
     """One topic."""
 
     partitions: int
@@ -97,7 +104,7 @@ class Topic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class GroupPosition:
     """How far the app is in one partition of its source."""
 
     partition: int
@@ -111,7 +118,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class GroupFacts:
     """The app's consumer group. ``unread`` says why it could not be described."""
 
     state: str = ""
@@ -121,24 +128,30 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class ClusterFacts:
     """A Kafka cluster, with the topics that matter. ``fault`` says in a sentence why it cannot be reached."""
 
     bootstrap: str
     brokers: int = 0
     seconds: float = 0.0
     """Until it answered."""
-    topics: Mapping[str, Topic] = field(default_factory=dict)
+    topics: Mapping[str, TopicFacts] = field(default_factory=dict)
     rights: frozenset[str] | None = None
     """On the cluster itself."""
     secured: bool | None = None
     """Whether there is an authorizer; None: not allowed to know."""
     transactional: bool | None = None
     """Whether some rule allows WRITE on transactional ids that begin with the app's name; None: not known."""
-    group: Group | None = None
-    positions: tuple[Position, ...] = ()
+    group: GroupFacts | None = None
+    positions: tuple[GroupPosition, ...] = ()
     owners: tuple[str, ...] = ()
     """Tasks of the app that own partitions now, or were killed."""
+    malformed: Mapping[str, int] = field(default_factory=dict)
+    """Records of the state topic that could not be read, by kind."""
+    id: str = ""
+    """Empty when it is not known."""
+    offsets_kept: float | None = None
+    """Seconds from the last commit of an offset until the cluster deletes it; None: not allowed to know."""
     fault: str = ""
     now: float = 0.0
     """Unix time here when all this was asked."""

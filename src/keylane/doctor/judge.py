@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from keylane.doctor.finding import Finding, counted, fault, note, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
 
-    from keylane.doctor.facts import App, Cluster, Host, Java, Spark
+    from keylane.doctor.facts import AppFacts, ClusterFacts, HostFacts, JavaFacts, SparkFacts
 
 OLDEST_PYTHON = (3, 11)
 SKEW = 5.0
@@ -20,7 +21,7 @@ _OWN = ("keylane", "pyspark")
 """Packages of which driver and workers must have the same."""
 
 
-def judge_host(host: Host, java: Java, bounds: Mapping[str, str]) -> Iterator[Finding]:
+def judge_host(host: HostFacts, java: JavaFacts, bounds: Mapping[str, str]) -> Iterator[Finding]:
     """This machine. ``bounds`` are the versions that Keylane asks for, as in ``>=4.2,<5``."""
     if _numbers(host.python)[:2] < OLDEST_PYTHON:
         yield fault(
@@ -50,7 +51,7 @@ def judge_host(host: Host, java: Java, bounds: Mapping[str, str]) -> Iterator[Fi
         yield ok("packages", shown or "none to compare")
 
 
-def judge_spark(spark: Spark, driver: Host) -> Iterator[Finding]:
+def judge_spark(spark: SparkFacts, driver: HostFacts) -> Iterator[Finding]:
     """Spark, and what its workers have."""
     if spark.fault:
         yield fault(
@@ -75,7 +76,7 @@ def judge_spark(spark: Spark, driver: Host) -> Iterator[Finding]:
     yield from _workers(spark.workers, driver)
 
 
-def _workers(workers: Iterable[Host], driver: Host) -> Iterator[Finding]:
+def _workers(workers: Iterable[HostFacts], driver: HostFacts) -> Iterator[Finding]:
     said: set[str] = set()
     sound = True
     for host in workers:
@@ -89,7 +90,7 @@ def _workers(workers: Iterable[Host], driver: Host) -> Iterator[Finding]:
         yield ok("workers", f"{', '.join(names)}: the same Python and packages as here")
 
 
-def _worker(host: Host, driver: Host) -> Iterator[Finding]:
+def _worker(host: HostFacts, driver: HostFacts) -> Iterator[Finding]:
     if _numbers(host.python)[:2] != _numbers(driver.python)[:2]:
         yield fault(
             "workers",
@@ -122,7 +123,7 @@ def _worker(host: Host, driver: Host) -> Iterator[Finding]:
         )
 
 
-def judge_slots(app: App, spark: Spark, cluster: Cluster) -> Iterator[Finding]:
+def judge_slots(app: AppFacts, spark: SparkFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     """Whether what Spark has can be used."""
     source = cluster.topics.get(app.source or "")
     if spark.fault or source is None:
@@ -134,18 +135,19 @@ def judge_slots(app: App, spark: Spark, cluster: Cluster) -> Iterator[Finding]:
             f"{app.tasks} tasks are asked for, and Spark has {spark.slots} slots",
             "give Spark more cores, or leave the option 'tasks' out",
         )
-    useful = {"global": 1, "partition": source.partitions}.get(app.order, most)
+    whole = not app.order.splittable and app.order.max_tasks is None
+    useful = source.partitions if whole else app.order.max_tasks or most
     if useful < most:
         yield note(
             "slots",
-            f'{most} tasks could run at once, but order="{app.order}" uses {useful}',
-            "more partitions" if app.order == "partition" else 'order="key", if order inside a key is enough',
+            f"{most} tasks could run at once, but order={app.order!r} uses {useful}",
+            "more partitions" if whole else 'order="key", if order inside a key is enough',
         )
     else:
         yield ok("slots", f"{counted(most, 'task')} for {counted(source.partitions, 'partition')}")
 
 
-def judge_cluster(cluster: Cluster) -> Iterator[Finding]:
+def judge_cluster(cluster: ClusterFacts) -> Iterator[Finding]:
     """Whether the broker answers."""
     if cluster.fault:
         yield fault(
@@ -163,6 +165,19 @@ def judge_cluster(cluster: Cluster) -> Iterator[Finding]:
             "broker",
             f"its first answer took {cluster.seconds:.1f} s",
             "look at the network, the name service and the broker's load",
+        )
+
+
+def judge_spool(folders: Collection[Path], own: Path) -> Iterator[Finding]:
+    """Dead letters that wait on this machine for other clusters, in ``folders``; ``own`` are for this one."""
+    if not folders:
+        yield ok("spool", "no dead letters wait on this machine for another cluster")
+    for folder in folders:
+        yield warning(
+            "spool",
+            f"dead letters of another cluster, or of an unknown one, wait in {folder}",
+            f"run the app in their cluster on this machine: it sends them. If they belong to this cluster, move the "
+            f"files to {own}",
         )
 
 

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 from keylane.doctor.finding import Finding, counted, fault, note, ok, unknown, warning
 from keylane.doctor.judge import SKEW
 from keylane.kafka.cluster import DEAD_LETTER_ROOM
+from keylane.worker.progress import OFFSET_REFRESH_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from keylane.doctor.facts import App, Cluster, Position, Topic
+    from keylane.doctor.facts import AppFacts, ClusterFacts, GroupPosition, TopicFacts
 
 _HALF, _NEARLY = 0.5, 0.9
 """Shares of the retention that a lag may use up."""
-_WEEK = 7 * 86_400.0
+_DAY, _WEEK = 86_400.0, 7 * 86_400.0
+_ABSENT = ("absent", "DEAD", "ConsumerGroupState.DEAD")
+"""What a broker says of a group that nobody has used."""
 
 
-def judge_topics(app: App, cluster: Cluster) -> Iterator[Finding]:
+def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     """The topics that the app reads, writes and owns."""
     source = cluster.topics.get(app.source or "")
     if app.source is not None and source is None:
@@ -38,7 +41,7 @@ def judge_topics(app: App, cluster: Cluster) -> Iterator[Finding]:
     yield from _own_topics(app, cluster, source)
 
 
-def _own_topics(app: App, cluster: Cluster, source: Topic | None) -> Iterator[Finding]:
+def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None) -> Iterator[Finding]:
     names = {"dead letters": app.dlq, "state": app.state}
     if app.ledger:
         names["ledger"] = app.ledger_topic
@@ -53,6 +56,13 @@ def _own_topics(app: App, cluster: Cluster, source: Topic | None) -> Iterator[Fi
                 check,
                 f"topic {name!r} has {counted(topic.partitions, 'partition')}, the source {source.partitions}",
                 "nothing to do: it grows when the app starts, if the app may alter it",
+            )
+        if check == "state" and cluster.malformed:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(cluster.malformed.items()))
+            yield warning(
+                check,
+                f"topic {name!r} has {counted(sum(cluster.malformed.values()), 'malformed record')}, ignored: {kinds}",
+                "find out who writes into it: only the app and Keylane's own tools may",
             )
         cleanup = (topic.settings or {}).get("cleanup.policy", "")
         if check == "state" and cleanup and cleanup != "compact":
@@ -78,7 +88,7 @@ def _own_topics(app: App, cluster: Cluster, source: Topic | None) -> Iterator[Fi
                 )
 
 
-def _health(check: str, name: str, topic: Topic, brokers: int) -> Iterator[Finding]:
+def _health(check: str, name: str, topic: TopicFacts, brokers: int) -> Iterator[Finding]:
     sound = True
     if topic.leaderless:
         sound = False
@@ -128,7 +138,7 @@ def _health(check: str, name: str, topic: Topic, brokers: int) -> Iterator[Findi
         )
 
 
-def _source(name: str, topic: Topic) -> Iterator[Finding]:
+def _source(name: str, topic: TopicFacts) -> Iterator[Finding]:
     if "compact" in (topic.settings or {}).get("cleanup.policy", ""):
         yield warning(
             "source",
@@ -138,7 +148,9 @@ def _source(name: str, topic: Topic) -> Iterator[Finding]:
         )
 
 
-def _smaller(check: str, name: str, topic: Topic, source: Topic | None, room: int) -> Iterator[Finding]:
+def _smaller(
+    check: str, name: str, topic: TopicFacts, source: TopicFacts | None, room: int
+) -> Iterator[Finding]:
     mine, theirs = topic.number("max.message.bytes"), source and source.number("max.message.bytes")
     if mine is not None and theirs and mine < theirs + room:
         yield warning(
@@ -148,14 +160,19 @@ def _smaller(check: str, name: str, topic: Topic, source: Topic | None, room: in
         )
 
 
-def judge_progress(app: App, cluster: Cluster) -> Iterator[Finding]:
+def judge_progress(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     """The group, the lag and the retention."""
     group = cluster.group
     if group is not None:
         if group.unread:
+            denied = "authoriz" in group.unread.lower()
             yield unknown(
-                "group", f"group {app.name!r} could not be described: {group.unread}", "allow DESCRIBE on it"
+                "group",
+                f"group {app.name!r} could not be described: {group.unread}",
+                "allow DESCRIBE on it" if denied else "ask again; the broker may just be starting",
             )
+        elif group.state in _ABSENT:
+            yield ok("group", f"group {app.name!r} does not exist yet: the app's first commit creates it")
         elif group.members:
             yield fault(
                 "group",
@@ -165,6 +182,7 @@ def judge_progress(app: App, cluster: Cluster) -> Iterator[Finding]:
             )
         else:
             yield ok("group", f"group {app.name!r} is used by nobody else")
+    yield from _offsets_kept(cluster)
     if cluster.owners:
         yield note(
             "run",
@@ -174,7 +192,29 @@ def judge_progress(app: App, cluster: Cluster) -> Iterator[Finding]:
     yield from _lag(app, cluster)
 
 
-def _lag(app: App, cluster: Cluster) -> Iterator[Finding]:
+def _offsets_kept(cluster: ClusterFacts) -> Iterator[Finding]:
+    kept = cluster.offsets_kept
+    if kept is None:
+        return
+    if kept < 2 * OFFSET_REFRESH_SECONDS:
+        yield fault(
+            "offsets",
+            f"the cluster deletes an offset {_age(kept)} after its last commit, and a task commits the offset of an "
+            f"idle partition again after {_age(OFFSET_REFRESH_SECONDS)}",
+            "raise the brokers' offsets.retention.minutes to 10080 (7 days): without its offset a partition runs again",
+        )
+    elif kept < _DAY:
+        yield warning(
+            "offsets",
+            f"the cluster deletes an offset {_age(kept)} after its last commit: an app that is stopped for longer "
+            "forgets what is done",
+            "raise the brokers' offsets.retention.minutes to 10080 (7 days), or do not stop the app for longer",
+        )
+    else:
+        yield ok("offsets", f"the offsets of an app that is stopped are kept for {_age(kept)}")
+
+
+def _lag(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     source = cluster.topics.get(app.source or "")
     if source is None or not cluster.positions:
         return
@@ -207,7 +247,7 @@ def _lag(app: App, cluster: Cluster) -> Iterator[Finding]:
         yield unknown("clocks", f"{app.source!r} is empty: there is no timestamp to compare")
 
 
-def _position(at: Position, source: Topic, now: float) -> Iterator[Finding]:
+def _position(at: GroupPosition, source: TopicFacts, now: float) -> Iterator[Finding]:
     where = f"partition {at.partition}"
     if at.committed is not None and at.committed < at.beginning:
         yield fault(
@@ -236,14 +276,14 @@ def _position(at: Position, source: Topic, now: float) -> Iterator[Finding]:
         )
 
 
-def judge_rights(app: App, cluster: Cluster) -> Iterator[Finding]:
+def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     """What the app may do there."""
     if cluster.secured is False:
-        yield ok("rights", "the cluster has no authorizer: everybody may do everything")
+        yield ok("rights", "the cluster has no authorizer, or no rules in it: nothing is restricted")
         return
     needed = {
-        app.source: {"READ"},
-        app.sink: {"WRITE"},
+        app.source: {"READ", "DESCRIBE_CONFIGS"},
+        app.sink: {"WRITE", "DESCRIBE_CONFIGS"},
         app.dlq: {"READ", "WRITE"},
         app.state: {"READ", "WRITE"},
     }

@@ -8,10 +8,10 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from keylane.broker.java import JavaError, describe_java
 from keylane.doctor import worker
-from keylane.doctor.facts import Host, Java, Spark
+from keylane.doctor.facts import HostFacts, JavaFacts, SparkFacts
 from keylane.errors import KeylaneError
+from keylane.spark.java import JavaError, describe_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,36 +34,36 @@ def bounds() -> dict[str, str]:
     return found
 
 
-def probe_host(needed: dict[str, str]) -> tuple[Host, Java]:
+def probe_host(needed: dict[str, str]) -> tuple[HostFacts, JavaFacts]:
     """This machine."""
     name, python, packages, clock = worker.describe(["keylane", *needed])
     try:
         java = describe_java()
         version = re.search(r'version "([^"]+)"', java.banner)
-        found = Java(version=version[1] if version else str(java.major), path=str(java.path))
+        found = JavaFacts(version=version[1] if version else str(java.major), path=str(java.path))
     except JavaError as error:
-        found = Java(fault=str(error))
-    return Host(name=name, python=python, packages=packages, clock=clock), found
+        found = JavaFacts(fault=str(error))
+    return HostFacts(name=name, python=python, packages=packages, clock=clock), found
 
 
-def probe_spark(master: str, packages: list[str], patience: float = PATIENCE) -> Spark:
+def probe_spark(master: str, packages: list[str], patience: float = PATIENCE) -> SparkFacts:
     """Start Spark, run a job that every slot takes part in, and stop it again."""
-    from keylane.spark.session import session  # noqa: PLC0415 - takes half a second to import
+    from keylane.spark.spark_session import session  # noqa: PLC0415 - takes half a second to import
 
     try:
         spark = session(master, "keylane doctor")
     except KeylaneError as error:
-        return Spark(master=master, fault=str(error))
+        return SparkFacts(master=master, fault=str(error))
     try:
         return _ask(spark, master, packages, patience)
     finally:
         spark.stop()
 
 
-def _ask(spark: SparkSession, master: str, packages: list[str], patience: float) -> Spark:
+def _ask(spark: SparkSession, master: str, packages: list[str], patience: float) -> SparkFacts:
     from pyspark import cloudpickle  # noqa: PLC0415
 
-    from keylane.spark.watch import tasks_for  # noqa: PLC0415
+    from keylane.spark.scaling_monitor import tasks_for  # noqa: PLC0415
 
     deadline = time.monotonic() + patience
     context = spark.sparkContext
@@ -80,21 +80,21 @@ def _ask(spark: SparkSession, master: str, packages: list[str], patience: float)
         cloudpickle.unregister_pickle_by_value(worker)  # type: ignore[no-untyped-call]
     if job.is_alive():
         context.cancelAllJobs()
-        return Spark(
+        return SparkFacts(
             master=master,
             fault=f"no task ran within {patience:.0f} s: there are no executors with free cores",
         )
     if failures:
-        from keylane.spark.failure import cause  # noqa: PLC0415
+        from keylane.spark.failure_report import cause  # noqa: PLC0415
 
-        return Spark(master=master, fault=f"a small job failed: {cause(failures[0]).line}")
+        return SparkFacts(master=master, fault=f"a small job failed: {cause(failures[0]).line}")
     conf = context.getConf()
     local = re.fullmatch(r"local\[[^,\]]+,(\d+)\]", context.master or "")
-    return Spark(
+    return SparkFacts(
         master=master,
         slots=tasks_for(spark, None),
         workers=tuple(
-            Host(name=name, python=python, packages=found, clock=clock, asked=(before, after))
+            HostFacts(name=name, python=python, packages=found, clock=clock, asked=(before, after))
             for name, python, found, clock in answers
         ),
         speculation=(conf.get("spark.speculation", "false") or "").lower() == "true",

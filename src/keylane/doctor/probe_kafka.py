@@ -5,79 +5,93 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
+from keylane.doctor.facts import ClusterFacts, GroupFacts, GroupPosition, TopicFacts
+from keylane.errors import BrokerError
+from keylane.kafka.client import (
     AclBindingFilter,
     AclOperation,
     AclPermissionType,
+    ClientError,
     ConfigResource,
+    KafkaException,
     ResourcePatternType,
     ResourceType,
+    TopicCollection,
+    TopicPartition,
 )
-
-from keylane.doctor.facts import Cluster, Group, Position, Topic
-from keylane.errors import KafkaError
 from keylane.kafka.cluster import Cluster as Questions
-from keylane.kafka.state import State
+from keylane.kafka.cluster import patiently
+from keylane.state.labels import Labels
+from keylane.state.topic import StateTopic
 
 if TYPE_CHECKING:
-    from keylane.doctor.facts import App
+    from collections.abc import Sequence
+
+    from keylane.doctor.facts import AppFacts
     from keylane.kafka.settings import KafkaSettings
 
 TIMEOUT = 10.0
 _READ = 5.0
+_EVERYTHING = frozenset(
+    {"CREATE", "ALTER", "DESCRIBE", "CLUSTER_ACTION", "DESCRIBE_CONFIGS", "ALTER_CONFIGS"}
+)
+"""What a user may do on a cluster where nothing is restricted."""
 
 
-def probe_cluster(settings: KafkaSettings, app: App | None) -> Cluster:
+def probe_cluster(settings: KafkaSettings, app: AppFacts | None) -> ClusterFacts:
     """Everything about the cluster that matters to the app, or to anybody when there is none."""
     began, now = time.monotonic(), time.time()
     try:
         return _Probe(settings, app).look(began, now)
-    except KafkaError as error:
-        return Cluster(bootstrap=settings.bootstrap, fault=str(error), now=now)
+    except BrokerError as error:
+        return ClusterFacts(bootstrap=settings.bootstrap, fault=str(error), now=now)
 
 
 class _Probe:
-    def __init__(self, settings: KafkaSettings, app: App | None) -> None:
+    def __init__(self, settings: KafkaSettings, app: AppFacts | None) -> None:
         self._settings = settings
         self._app = app
         self._admin = settings.admin()
         self._questions = Questions(settings)
 
-    def look(self, began: float, now: float) -> Cluster:
+    def look(self, began: float, now: float) -> ClusterFacts:
         app = self._app
         there = self._questions.topics()
         seconds = time.monotonic() - began
         wanted = [] if app is None else [app.source, app.sink, app.dlq, app.state, app.ledger_topic]
         names = [name for name in wanted if name and name in there]
         cluster = self._answer(self._admin.describe_cluster(include_authorized_operations=True))
-        rules, secured = self._rules()
-        return Cluster(
+        rights = _operations(cluster)
+        rules, secured = self._rules(rights)
+        owners, malformed = self._state(app, there[app.state]) if app and app.state in there else ((), {})
+        return ClusterFacts(
             bootstrap=self._settings.bootstrap,
+            id="" if cluster is None else str(cluster.cluster_id),
             brokers=len(cluster.nodes) if cluster else self._brokers(),
             seconds=seconds,
             topics={name: self._topic(name) for name in names},
-            rights=_operations(cluster),
+            rights=rights,
             secured=secured,
             transactional=None if app is None else _transactional(rules, secured, app.name),
             group=None if app is None else self._group(app.name),
             positions=self._positions(app.name, app.source) if app and app.source in there else (),
-            owners=self._owners(app.name, app.state, there[app.state]) if app and app.state in there else (),
+            owners=owners,
+            malformed=malformed,
+            offsets_kept=None if cluster is None else self._offsets_kept(cluster.nodes),
             now=now,
         )
 
     def _brokers(self) -> int:
         return len(self._admin.list_topics(timeout=TIMEOUT).brokers)
 
-    def _topic(self, name: str) -> Topic:
+    def _topic(self, name: str) -> TopicFacts:
         found = self._admin.list_topics(name, timeout=TIMEOUT).topics[name].partitions.values()
         described = self._answer(
             self._admin.describe_topics(TopicCollection([name]), include_authorized_operations=True)[name]
         )
         resource = ConfigResource(ResourceType.TOPIC, name)
         settings = self._answer(self._admin.describe_configs([resource], request_timeout=TIMEOUT)[resource])
-        return Topic(
+        return TopicFacts(
             partitions=len(found),
             replicas=min(len(one.replicas) for one in found),
             behind=sum(len(one.isrs) < len(one.replicas) for one in found),
@@ -86,20 +100,34 @@ class _Probe:
             rights=_operations(described),
         )
 
-    def _group(self, name: str) -> Group:
-        try:
+    def _offsets_kept(self, nodes: Sequence[Any]) -> float | None:
+        """The shortest that any broker keeps an offset for."""
+        found = []
+        for node in nodes:
+            resource = ConfigResource(ResourceType.BROKER, str(node.id))
+            asked = self._admin.describe_configs([resource], request_timeout=TIMEOUT)[resource]
+            entry = (self._answer(asked) or {}).get("offsets.retention.minutes")
+            if entry is not None:
+                found.append(float(entry.value) * 60)
+        return min(found, default=None)
+
+    def _group(self, name: str) -> GroupFacts:
+        def ask() -> Any:
             asked = self._admin.describe_consumer_groups([name], include_authorized_operations=True)
-            found = asked[name].result(TIMEOUT)
+            return asked[name].result(TIMEOUT)
+
+        try:
+            found = patiently(ask)  # a fresh broker makes its coordinator when it is first asked for one
         except KafkaException as error:
             if error.args[0].code() == ClientError.GROUP_ID_NOT_FOUND:  # a group that nobody used so far
-                return Group(state="absent")
-            return Group(unread=error.args[0].str())
+                return GroupFacts(state="absent")
+            return GroupFacts(unread=f"{error.args[0].name()} {error.args[0].str()}".rstrip(" :"))
         except TimeoutError:
-            return Group(unread=f"no answer within {TIMEOUT:.0f} s")
+            return GroupFacts(unread=f"no answer within {TIMEOUT:.0f} s")
         members = tuple(f"{one.client_id} at {one.host.lstrip('/')}" for one in found.members)
-        return Group(state=str(found.state), members=members, rights=_operations(found))
+        return GroupFacts(state=str(found.state), members=members, rights=_operations(found))
 
-    def _positions(self, group: str, topic: str) -> tuple[Position, ...]:
+    def _positions(self, group: str, topic: str) -> tuple[GroupPosition, ...]:
         partitions = range(self._questions.partitions(topic))
         begins = self._questions.ends(topic, partitions, earliest=True)
         ends = self._questions.ends(topic, partitions)
@@ -112,7 +140,7 @@ class _Probe:
             topic, {p: [at for at in offsets if at >= begins[p]] for p, offsets in asked.items()}
         )
         return tuple(
-            Position(
+            GroupPosition(
                 partition=p,
                 beginning=begins[p],
                 end=ends[p],
@@ -144,25 +172,31 @@ class _Probe:
                     if message.error() is None:
                         found[p, at] = message.timestamp()[1] / 1000
         except KafkaException as error:
-            raise KafkaError(f"topic {topic!r} could not be read: {error.args[0].str()}") from error
+            raise BrokerError(f"topic {topic!r} could not be read: {error.args[0].str()}") from error
         finally:
             consumer.close()
         return found
 
-    def _owners(self, app: str, topic: str, partitions: int) -> tuple[str, ...]:
-        state = State(self._settings, app, topic, range(partitions), run="")
+    def _state(self, app: AppFacts, partitions: int) -> tuple[tuple[str, ...], dict[str, int]]:
+        """Who owns partitions, and the records of the state topic that could not be read, by kind."""
+        try:
+            labels = Labels(self._questions.identity(app.source or "", app.dlq))
+            state = StateTopic(self._settings, app.name, app.state, range(partitions), run="", labels=labels)
+        except BrokerError:
+            return (), {}  # the rights say why
         try:
             state.restore()
-            return tuple(sorted({claim.who for owners in state.owners.values() for claim in owners.values()}))
-        except KafkaError:
-            return ()  # the rights say why
+        except BrokerError:
+            return (), {}
         finally:
             state.close()
+        owners = {claim.who for owners in state.owners.values() for claim in owners.values()}
+        return tuple(sorted(owners)), dict(state.malformed)
 
-    def _rules(self) -> tuple[list[Any] | None, bool | None]:
+    def _rules(self, rights: frozenset[str] | None) -> tuple[list[Any] | None, bool | None]:
         """All rules, and whether there is an authorizer at all; None where neither can be known.
 
-        Without a single rule there may be an authorizer or not: then the rights on topics tell.
+        A broker without an authorizer has no rules, and allows everything on the cluster (``rights``).
         """
         anything: Any = None  # a filter that asks for no name
         every = AclBindingFilter(
@@ -181,7 +215,9 @@ class _Probe:
             return None, False if disabled else None
         except (TimeoutError, ValueError):
             return None, None
-        return (rules, True) if rules else (None, None)
+        if rules:
+            return rules, True
+        return None, False if rights is not None and rights >= _EVERYTHING else None
 
     @staticmethod
     def _answer(future: Any) -> Any:

@@ -1,54 +1,64 @@
-"""A message while the engine holds it."""
+"""Delivery: a message together with the engine's state of it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keylane.core.outcome import Outcome
 from keylane.message import Message
+from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
-    from keylane.core.lane import Lane
-    from keylane.core.letter import Failed
-    from keylane.core.record import Kept
     from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
-    from keylane.engine.pipeline import Step
+    from keylane.engine.stages import Step
+    from keylane.lanes.lane_record import RetryState
+    from keylane.lanes.lane_table import Lane
     from keylane.message import Headers, Record
+    from keylane.policies.failure_info import FailedAttempt
 
 
 _OK = Outcome.OK
 
 
-class Trouble:
-    """What is known of a message that has failed, came back with attempts from before, or is redriven.
+class FailureState:
+    """The state of a message that has failed, has attempts from before a restart, or is redriven.
 
-    Most messages have none. Written on the engine's loop.
+    Most messages have none. Written only on the engine's loop.
     """
 
-    __slots__ = ("attempt", "due", "failures", "letter", "redrives", "since", "stage", "wakes")
+    __slots__ = (
+        "attempt",
+        "due",
+        "failures",
+        "in_source",
+        "letter",
+        "lives",
+        "redrives",
+        "since",
+        "stage",
+        "waited",
+    )
 
     def __init__(self) -> None:
-        self.stage = ""  # that failed last
-        self.attempt = 1  # the next one there
-        self.since = 0.0  # unix time of its first failure
-        self.due = 0.0  # unix time, from before a restart: it does not run before
-        self.wakes = 0.0  # unix time: when its backoff will end, to be written down
-        self.failures: list[Failed] = []
-        self.letter: int | None = None  # its place in the dead-letter topic: it is redriven from there
+        self.stage = ""  # the stage that failed last
+        self.attempt = 1  # the number of the next attempt there
+        self.since = 0.0  # unix time of that stage's first failure
+        self.due = 0.0  # unix time, from before a restart: earliest next attempt
+        self.waited = 0.0  # unix time, from before a restart: start of its wait for a lower version
+        self.lives = 0  # the number of tasks in which it has waited
+        self.failures: list[FailedAttempt] = []
+        self.letter: int | None = None  # its offset in the dead-letter topic, if it is redriven from there
+        self.in_source = True  # its letter names the current source topic, so its offset is valid there
         self.redrives = 0
 
     @classmethod
-    def kept(cls, kept: Kept) -> Trouble:
-        """From before a restart."""
-        trouble = cls()
-        trouble.stage, trouble.attempt, trouble.since, trouble.due = (
-            kept.stage,
-            kept.attempt,
-            kept.since,
-            kept.due,
-        )
-        return trouble
+    def kept(cls, kept: RetryState) -> FailureState:
+        """The state persisted before a restart."""
+        failure_state = cls()
+        failure_state.stage, failure_state.attempt = kept.stage, kept.attempt
+        failure_state.since, failure_state.due = kept.since, kept.due
+        failure_state.waited, failure_state.lives = kept.waited, kept.lives
+        return failure_state
 
     def attempt_at(self, stage: str) -> int:
         """The number of the next attempt at this stage."""
@@ -56,10 +66,9 @@ class Trouble:
 
 
 class Delivery(Message):
-    """A message with what the engine knows about it. The lane table writes ``next``, ``lane`` and ``settled``.
+    """A message with the engine's state of it. The lane table writes ``next``, ``lane`` and ``settled``.
 
-    One object serves as the message, the lane's queue entry and the producer's delivery callback, to make one object
-    per message instead of three.
+    One object serves as the message, the lane's queue entry and the producer's delivery callback, instead of three.
     """
 
     __slots__ = (
@@ -67,6 +76,7 @@ class Delivery(Message):
         "decoded",
         "engine",
         "error",
+        "failure_state",
         "finished",
         "lane",
         "next",
@@ -75,10 +85,9 @@ class Delivery(Message):
         "stage",
         "started",
         "timestamp",
-        "trouble",
     )
 
-    def __init__(self, record: Record, engine: Engine) -> None:  # all in one: the hot path
+    def __init__(self, record: Record, engine: Engine) -> None:  # no super().__init__(): the hot path
         self._record = record
         self._headers = None
         self.key = record.key()
@@ -86,7 +95,7 @@ class Delivery(Message):
         self.partition = record.partition()
         self.offset = record.offset()
         kind, milliseconds = record.timestamp()
-        self.timestamp: int | None = milliseconds if kind else None  # kept: it is asked for twice
+        self.timestamp: int | None = milliseconds if kind else None
         self.attempt = 1
         self.engine = engine
         self.next: Delivery | None = None
@@ -99,45 +108,45 @@ class Delivery(Message):
         self.finished = 0.0
         self.outcome = _OK
         self.error: str | None = None
-        self.trouble: Trouble | None = None
+        self.failure_state: FailureState | None = None
 
     @property
     def begun(self) -> bool:
-        """Whether it was run before, in this task or, with attempts from then, in an earlier one."""
+        """Whether it has run before, in this task or in an earlier one whose attempts were restored."""
         return self.attempts > 0 or self.stage > 0
 
     @property
     def redriven(self) -> bool:
-        """Whether it came from the dead letters."""
-        return self.trouble is not None and self.trouble.letter is not None
+        """Whether it comes from the dead letters."""
+        return self.failure_state is not None and self.failure_state.letter is not None
 
     @property
     def record(self) -> Record:
-        """What it was made of."""
+        """The record that it was made from."""
         return self._record
 
     @property
     def carried(self) -> Headers:
-        """Its headers for its results, to be read only: as :attr:`headers`, without a list of their own."""
+        """The headers for its results: like :attr:`headers`, but not a copy; do not change them."""
         headers = self._headers
         if headers is None:
-            headers = self._record.headers() or []  # type: ignore[assignment]  # every log's are a list
+            headers = self._record.headers() or []  # type: ignore[assignment]  # always a list
         return headers  # type: ignore[return-value]
 
     @property
     def original(self) -> bytes | None:
-        """The value as it was in the source topic."""
+        """The value in the source topic."""
         return self._record.value()
 
     @property
     def version(self) -> int | None:
-        """As the app's ``versions`` say; without them the header ``event-version``."""
+        """The version according to the app's ``versions``, or else the header ``event-version``."""
         versions = self.engine.versions
         known = None if versions is None else versions.known(self)
         return super().version if known is None else known
 
     def __call__(self, error: Any, _message: Any) -> None:
-        """The producer's delivery report: what this message caused is acknowledged, or cannot be."""
+        """The producer's delivery report: this message's results are acknowledged, or failed."""
         if error is None:
             self.engine.acknowledged.append(self)
         else:
@@ -151,12 +160,12 @@ class Routed(Delivery):
 
     def __init__(self, record: Record, engine: Engine) -> None:
         super().__init__(record, engine)
-        self.route: tuple[Step, ...] | None = None  # the handlers of its type, when that is known
-        self.handler = 0  # the one that runs next: a retry resumes there
+        self.route: tuple[Step, ...] | None = None  # the handlers of its type, once that is known
+        self.handler = 0  # the handler that runs next: a retry resumes there
         self.kind: str | None = None
         self.results: list[Result] = []
 
     @property
     def type(self) -> str | None:
-        """As the app's ``event_type`` says; while that is being found out, the header ``event-type``."""
+        """The type according to the app's ``event_type``; until that has run, the header ``event-type``."""
         return super().type if self.route is None else self.kind

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keylane.core.outcome import Outcome
-from keylane.engine.pipeline import Step, encode
+from keylane.engine.stages import Step, encode
 from keylane.errors import Poison
-from keylane.message import EVENT_ID, EVENT_TYPE
+from keylane.message import EVENT_TYPE
+from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from keylane.app import App
-    from keylane.engine.delivery import Delivery, Routed
-    from keylane.message import Headers, Message
+    from keylane.engine.delivery import Routed
+    from keylane.message import Message
+    from keylane.spec import AppSpec
 
 DISPATCH = "(dispatch)"
 """Where a message failed that no handler was found for."""
@@ -30,7 +30,7 @@ Result = tuple[bytes, str]
 class Dispatcher:
     """Of one engine; used on its loop only."""
 
-    def __init__(self, app: App, steps: Sequence[Step]) -> None:
+    def __init__(self, app: AppSpec, steps: Sequence[Step]) -> None:
         self._app = app
         self._routes: dict[str, tuple[Step, ...]] = {}
         self._otherwise: tuple[Step, ...] | None = None
@@ -98,11 +98,11 @@ class Dispatcher:
     def _count_attempts(delivery: Routed) -> None:
         """The next handler's attempts are its own; some may be from before a restart."""
         delivery.attempt = 1
-        if delivery.trouble is not None and delivery.handler < len(delivery.route or ()):
-            delivery.attempt = delivery.trouble.attempt_at(delivery.route[delivery.handler].name)  # type: ignore[index]
+        if delivery.failure_state is not None and delivery.handler < len(delivery.route or ()):
+            delivery.attempt = delivery.failure_state.attempt_at(delivery.route[delivery.handler].name)  # type: ignore[index]
 
 
-def _reader(app: App) -> Callable[[Message], Any]:
+def _reader(app: AppSpec) -> Callable[[Message], Any]:
     named = app.event_type
     if callable(named):
         return named
@@ -113,19 +113,3 @@ def _reader(app: App) -> Callable[[Message], Any]:
 def as_it_is(value: Any, _stage: str) -> Any:
     """For the engine: results are encoded when their handler has returned them."""
     return value
-
-
-def with_event_id(delivery: Delivery, handler: str) -> Headers:
-    """The headers of a handler's result: the message's, and an event id that no other result of it has.
-
-    The result of a type's first handler has the message's own id, so that more handlers change nothing about it.
-    """
-    if not handler:
-        return [*delivery.headers, *_added(delivery)]
-    own = f"{delivery.event_id}/{handler}".encode()
-    return [*(header for header in delivery.headers if header[0] != EVENT_ID), (EVENT_ID, own)]
-
-
-def _added(delivery: Delivery) -> Headers:
-    there = any(name == EVENT_ID for name, _ in delivery.headers)
-    return [] if there else [(EVENT_ID, delivery.position.encode())]

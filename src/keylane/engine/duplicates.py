@@ -1,12 +1,13 @@
-"""Messages that repeat an earlier one of their lane: recognised when they arrive, passed over when their turn comes.
+"""Duplicate detection: repeats of an earlier message of a lane are found on arrival and dropped at their turn.
 
-They are recognised on arrival because there everything comes in the order of the log: however long a lane stands still
-afterwards, and whoever reads the log again, a duplicate stays one. When its turn comes, the message that it repeats has
-finished for good, because everything before it in its lane has, or lies among the letters of a lane that is parked.
+They are found on arrival because messages arrive in log order: a duplicate stays one, however long its lane is stopped
+and whichever task reads the log again. At its turn the message that it repeats has finished, because everything before
+it in its lane has finished, or is among the dead letters of a parked lane.
 
-Two kinds of messages do not keep to that order. Those that are gone from the log before they ran: nothing repeats them
-(:meth:`Duplicates.gone`). And letters, which run when they are redriven although their ids were seen; but of a parked
-lane's letters with the same id only one comes through (:meth:`Duplicates.was_redriven`).
+Two kinds of messages are exceptions. Messages deleted from the log before they ran: nothing repeats them
+(:meth:`Duplicates.gone`). And redriven dead letters, which run although their ids were seen; but of a parked lane's
+letters with the same id only one succeeds (:meth:`Duplicates.was_redriven`): which ones did is rebuilt from the dead
+letters that were redriven.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from keylane.core.seen import LONGEST, Idempotency, SeenWindow
 from keylane.message import EVENT_ID, Message, last
+from keylane.policies.dedup_window import ID_BYTES_MAX, DedupWindow, Idempotency
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from keylane.lanes.ordering import Ordering
     from keylane.message import Record
 
 Place = tuple[int, int]
@@ -28,39 +30,58 @@ Place = tuple[int, int]
 
 
 class Duplicates:
-    """Of one engine; used on its loop only. Without a rule there are none."""
+    """The duplicates of one engine. Used only on its loop. Without a rule there are none.
 
-    def __init__(self, rule: Idempotency | None) -> None:
+    Nor without lanes: there nobody waits for the first of two, so it is not known whether it will be done.
+    """
+
+    def __init__(self, rule: Idempotency | None, order: Ordering) -> None:
+        rule = rule if order.has_lanes else None
+        self._order = order
         self.waiting: dict[Place, int] = {}
-        """Those that are not done, and the offset of the message that each repeats."""
+        """Duplicates that are not done, and the offset of the message that each repeats."""
         self.active = rule is not None
-        window = partial(SeenWindow, rule or Idempotency())
-        self._windows: dict[int, SeenWindow] = defaultdict(window)  # by partition
-        self._redriven: dict[int, SeenWindow] = defaultdict(window)  # the same, of letters that came through
+        window = partial(DedupWindow, rule or Idempotency())
+        self._windows: dict[int, DedupWindow] = defaultdict(window)  # by partition
+        self._redriven: dict[int, DedupWindow] = defaultdict(
+            window
+        )  # the same, of redriven letters that succeeded
 
-    def arrived(self, records: Sequence[Record], messages: Sequence[Message]) -> None:
-        """Messages, and what they were made of, come into their lanes; those of a partition in its order."""
-        if not self.active or self._are_new(records, messages):
+    def arrived(
+        self, records: Sequence[Record], messages: Sequence[Message], lanes: Sequence[bytes | None] = ()
+    ) -> None:
+        """Record messages, with their records, as they enter their lanes; those of a partition in log order.
+
+        ``lanes`` are their lanes, if they are known already.
+        """
+        if not self.active:
             return
-        for record, message in zip(records, messages, strict=True):
+        if self._order.reads_messages:  # a key may have several lanes: only what is in one is compared
+            lanes = lanes or [self._order.lane_key(message) for message in messages]
+            scopes = [_scope(lane, message.key) for lane, message in zip(lanes, messages, strict=True)]
+        elif self._are_new(records, messages):
+            return
+        else:
+            scopes = [message.key for message in messages]
+        for record, message, scope in zip(records, messages, scopes, strict=True):
             try:
                 headers = record.headers()
-            except UnicodeDecodeError:  # the name of one of them: the stages or the sink will find out
+            except UnicodeDecodeError:  # a header's name: the stages or the sink will report it
                 continue
             event_id = last(headers, EVENT_ID) if headers else None
-            if event_id and message.key is not None:
+            if event_id and scope is not None:
                 partition, offset = message.partition, message.offset
-                repeats = self._windows[partition].arrived(message.key, event_id, offset, message.timestamp)
+                repeats = self._windows[partition].add(scope, event_id, offset, message.timestamp)
                 if repeats is not None:
                     self.waiting[partition, offset] = repeats
 
     def _are_new(self, records: Sequence[Record], messages: Sequence[Message]) -> bool:
-        """What is true of almost all, found out for many at once: the hot path. False: look at each of them."""
+        """The hot path: True if all ids of the batch are new. False: check the messages one by one."""
         partitions = {message.partition for message in messages}
         if len(partitions) != 1:
             return False
-        longest = LONGEST // 2
-        try:  # without headers, a value or a key there is nothing to index or to measure
+        longest = ID_BYTES_MAX // 2
+        try:  # TypeError or IndexError: a message without headers, value or key
             names, ids = zip(*[record.headers()[-1] for record in records], strict=True)  # type: ignore[index]
             keys = [message.key for message in messages]
             lengths = list(map(len, ids))
@@ -72,10 +93,10 @@ class Duplicates:
             return False
         offsets = [message.offset for message in messages]
         times = [message.timestamp for message in messages]
-        return self._windows[partitions.pop()].all_new((ids, offsets, times, keys))  # type: ignore[arg-type]
+        return self._windows[partitions.pop()].add_if_all_new((ids, offsets, times, keys))  # type: ignore[arg-type]
 
-    def seen_before(self, records: Iterable[Record]) -> None:
-        """Messages that are done come again, in the order of their partition."""
+    def note_done_before(self, records: Iterable[Record]) -> None:
+        """Record messages that are done and come again, in log order."""
         if self.active:
             seen = list(records)
             messages = [Message(record) for record in seen]
@@ -84,11 +105,11 @@ class Duplicates:
                 self.done(message)
 
     def done(self, message: Message) -> None:
-        """A message that may be a duplicate is done."""
+        """A message, which may be a duplicate, is done."""
         self.waiting.pop((message.partition, message.offset), None)
 
     def gone(self, partition: int, offsets: Collection[int]) -> None:
-        """These messages are no longer in the log and never ran: what repeats them is all there is."""
+        """These messages never ran and are no longer in the log: messages that repeat them are not duplicates."""
         if partition in self._windows:
             self._windows[partition].forget(offsets)
         for place, repeats in list(self.waiting.items()):
@@ -96,21 +117,29 @@ class Duplicates:
                 del self.waiting[place]
 
     def came_through(self, letter: Message) -> None:
-        """A redriven letter ran to its end."""
+        """Parked letters that repeat this message do not run.
+
+        It is a redriven letter that succeeded, now or in an earlier task, or it runs from the log before such letters.
+        """
         if (known := self._known(letter)) is not None:
-            self._redriven[letter.partition].arrived(*known, letter.offset, letter.timestamp)
+            self._redriven[letter.partition].add(*known, letter.offset, letter.timestamp)
 
     def was_redriven(self, letter: Message) -> bool:
-        """Whether a letter that this one repeats came through before."""
+        """Whether a redriven letter that this one repeats has succeeded before."""
         if (known := self._known(letter)) is None:
             return False
         window = self._redriven[letter.partition]
         return window.repeated(*known, letter.offset, letter.timestamp) is not None
 
     def _known(self, message: Message) -> tuple[bytes, bytes] | None:
-        """Key and event id."""
+        """The message's key and event id; None if it has none, or without a rule."""
         try:
             event_id = last(message.headers, EVENT_ID)
         except UnicodeDecodeError:
             return None
         return (message.key, event_id) if self.active and message.key is not None and event_id else None
+
+
+def _scope(lane: bytes | None, key: bytes | None) -> bytes | None:
+    """A name for a key inside a lane; the length keeps two different pairs apart."""
+    return None if lane is None or key is None else b"%d/%s%s" % (len(lane), lane, key)

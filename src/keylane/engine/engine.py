@@ -11,38 +11,39 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keylane.core.lane import Lane, LaneState, LaneStatistics, LaneTable
-from keylane.core.outcome import Outcome
-from keylane.core.relief import Relief
-from keylane.engine.course import Course
-from keylane.engine.delivery import Delivery, Routed, Trouble
+from keylane.engine.delivery import Delivery, Routed
 from keylane.engine.dispatch import Dispatcher, as_it_is
 from keylane.engine.duplicates import Duplicates
-from keylane.engine.lanes import lane_keys
-from keylane.engine.pipeline import decoder, encode
-from keylane.engine.skew import Skew
-from keylane.engine.stops import Stops
+from keylane.engine.failure_handler import FailureHandler
+from keylane.engine.hot_keys import HotKeyDetector
+from keylane.engine.stages import decoder, encode
+from keylane.engine.stopped_lanes import StoppedLanes
+from keylane.engine.version_store import VersionStore
 from keylane.engine.versions import VersionedTable, Versions
-from keylane.engine.versionstore import VersionStore
-from keylane.errors import AbortedError, FencedError, KafkaError, KeylaneError
+from keylane.errors import AbortedError, BrokerError, FencedError, KeylaneError, Poison, SourceChangedError
+from keylane.lanes.eviction import LaneEvictor
+from keylane.lanes.lane_table import Lane, LaneState, LaneStatistics, LaneTable
+from keylane.lanes.ordering import GLOBAL
+from keylane.logs import short
+from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from keylane.app import App
-    from keylane.core.letter import DeadLetter
-    from keylane.core.record import Kept, LaneRecord
-    from keylane.core.watermark import Progress
     from keylane.engine.dispatch import Result
-    from keylane.engine.pipeline import Step
+    from keylane.engine.stages import Step
+    from keylane.lanes.lane_record import LaneRecord, RetryState
     from keylane.message import Record
+    from keylane.offsets.watermark import PartitionProgress
+    from keylane.policies.failure_info import FailureInfo
+    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.engine")
 
@@ -58,13 +59,18 @@ Then = Callable[[str | None], None]
 """Told None when something is durable, or why it never will be; on the loop's thread, never from inside the call."""
 
 
+class SentAloneError(Exception):
+    """Raised by an output that sends a result alone: its lane waits for :meth:`Engine.answered`."""
+
+
 class Output(Protocol):
     """Where results, letters and records go. All calls hand over and return at once, in order."""
 
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Later ``delivery(None, …)`` is called when it is durable, or ``delivery(error, …)`` when it never will be.
 
-        Raises :class:`keylane.Poison` when the sink can never take this value.
+        Raises :class:`keylane.Poison` when the sink can never take this value, and :class:`SentAloneError` when nothing
+        of the lane may follow before the sink has answered.
         """
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
@@ -73,7 +79,7 @@ class Output(Protocol):
     def letter(
         self,
         delivery: Delivery,
-        letter: DeadLetter | None,
+        letter: FailureInfo | None,
         kind: Literal["dead", "archived", "parked"],
         park: int | None,
         then: Then,
@@ -91,11 +97,8 @@ class EngineStatistics:
     lanes: LaneStatistics
     held: int
     done: int
-    dead: int
-    parked: int
-    duplicates: int
-    stale: int
-    ignored: int
+    outcomes: Counter[Outcome]
+    """How those that are done ended."""
     early: int
     """Of those held, the ones that wait for a version before theirs."""
     retries: int
@@ -107,6 +110,8 @@ class _Asked:
     """Messages that are being read again, and who is told of them and of how many are gone."""
 
     then: Callable[[list[Delivery], int], None]
+    key: bytes | None
+    """Of their lane."""
     partition: int
     offsets: Sequence[int]
     missing: int = 0
@@ -120,34 +125,38 @@ class Engine:
     ``failure`` becomes done with an exception when the engine can not go on.
 
     ``fetch(ticket, partition, offsets)`` reads messages again that a stuck lane let go of; :meth:`returned` takes them.
-    ``progress(partition)`` is what is done there. ``store`` are the versions that are done, for an app that has them.
-    ``let_go(partition, count)`` is told how many are no longer held, or held again. Without ``fetch`` all are held.
-    ``room()`` is how many there is room for in memory; ``app.capacity`` if not given.
+    ``progress(partition)`` is what is done there, ``read_to(partition)`` how far it was accepted; None where that is
+    not known. ``store`` are the versions that are done, for an app that has them.
+    ``let_go(partition, count, size)`` is told how many are no longer held, and how many bytes; or, below zero, that
+    room is needed for so many that are read again. Without ``fetch`` all are held.
+    ``room()`` is how many there is room for in memory, ``app.capacity`` if not given; ``used()`` how many are there or
+    on their way to it.
     """
 
     def __init__(
         self,
-        app: App,
+        app: AppSpec,
         steps: Sequence[Step],
         output: Output,
         *,
         on_done: Callable[[list[Delivery]], None],
         fetch: Callable[[int, int, Sequence[int]], None] | None = None,
-        let_go: Callable[[int, int], None] = lambda _partition, _count: None,
-        progress: Callable[[int], Progress] | None = None,
+        let_go: Callable[[int, int, int], None] = lambda _partition, _count, _size: None,
+        progress: Callable[[int], PartitionProgress] | None = None,
+        read_to: Callable[[int], int | None] = lambda _partition: None,
         room: Callable[[], int] | None = None,
+        used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
         self.acknowledged: list[Delivery] = []  # written by the producer's reports, emptied by settle()
         self.done = 0
-        self.dead = 0
-        self.parked = 0
-        self.duplicates = 0
-        self.stale = 0
-        self.ignored = 0
+        self._not_ok: Counter[Outcome] = Counter()  # of those done, by outcome
         self.passed = 0  # messages whose stages are through
+        self.refusals: list[
+            tuple[Delivery, Any]
+        ] = []  # results that were not written, and the client's errors
         self.promised = 0  # records handed over and not answered yet
         self.stubborn = False  # a stage runs on although it was cancelled
         self.wall = wall
@@ -156,7 +165,9 @@ class Engine:
         self._output = output
         self._on_done = on_done
         self._decode = decoder(app)
-        self._lane_key = lane_keys(app.order)
+        # None where every key is a lane: the hot path.
+        self._lane_key = None if app.order.by_key else app.order.lane_key
+        self.spans_partitions = app.order.max_tasks == 1
         self._delivery: type[Delivery] = Delivery
         self._encode: Callable[[Any, str], Any] = encode
         self._result: Callable[[Any, Any], None] | None = None
@@ -164,8 +175,11 @@ class Engine:
         if app.sink is not None or app.commit == "epoch":
             self._result = output.handled if app.dispatches else output.result
         if app.dispatches:
-            self._dispatcher = Dispatcher(app, steps)
-            self._steps = (self._dispatcher.step,)
+            self._dispatcher = Dispatcher(app, steps[: len(app.stages)])
+            self._steps = (
+                self._dispatcher.step,
+                *steps[len(app.stages) :],
+            )  # behind it the sink, if it is a step
             self._delivery, self._encode = Routed, as_it_is
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
@@ -173,28 +187,33 @@ class Engine:
         )  # then nothing asks
         self._let_go = let_go
         self.progress = progress
+        self.read_to = read_to
         self._tickets = count(1)
         self._asked: dict[int, _Asked] = {}  # by ticket
-        if app.order == "global":
-            fetch = None  # its one lane has messages of all partitions, which are held
+        if self.spans_partitions:
+            fetch = None  # a lane has messages of several partitions, which are held
         self.lets_go = fetch is not None
         self.table: LaneTable[Delivery]
         self.versions: Versions | None = None
         back = None if fetch is None else self._ask_back
+        self._room = room or (lambda: app.max_buffered)
+        used = used or (lambda: self.held - self.table.away + self._coming)
+        self._coming = 0  # messages that are being read again
         if app.versions is None:
-            self.table = LaneTable(let_go=let_go, fetch=back, retry_share=app.retry_share)
+            self.table = LaneTable(
+                let_go=self.let_go, fetch=back, room=self._room, used=used, retry_share=app.retry_share
+            )
         else:
-            table = self.table = VersionedTable(let_go=let_go, fetch=back, retry_share=app.retry_share)
+            table = self.table = VersionedTable(
+                let_go=self.let_go, fetch=back, room=self._room, used=used, retry_share=app.retry_share
+            )
             self.versions = Versions(app.versions, self, app, table, store or VersionStore())
-        self._room = room or (lambda: app.capacity)
-        self._relief: Relief[Delivery] = Relief()
+        self._evictor: LaneEvictor[Delivery] = LaneEvictor()
         self._looking: asyncio.TimerHandle | None = None  # while there is little room
         # Messages that wait for a version have given up their places already.
         self._look_after = 0.0 if fetch is not None and app.versions is None else inf
-        self.skew = Skew(self.table, tell=lambda hot: self.course.hook("hot", hot))
-        self._kept: dict[tuple[int, int], Kept] = {}
-        # Without lanes nobody waits for the first of two: whether that will be done is not known.
-        self.seen = Duplicates(app.idempotency if app.order != "none" else None)
+        self.skew = HotKeyDetector(self.table, tell=lambda hot: self.failure_handler.hook("hot", hot))
+        self.seen = Duplicates(app.idempotency, app.order)
         self._accepted = 0
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -208,65 +227,60 @@ class Engine:
         self._changed = asyncio.Event()  # set when the engine may have come to rest
         self._timers: set[asyncio.TimerHandle] = set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        self.stops = Stops(self, output)
-        self.course = Course(self, app, self._all_steps, rng=rng)
+        self.stopped_lanes = StoppedLanes(self, output)
+        self.failure_handler = FailureHandler(self, app, self._all_steps, rng=rng)
         self._batchers = [step.batcher for step in self._all_steps if step.batcher is not None]
         for batcher in self._batchers:
-            batcher.attach(self.table, alone=app.order == "global")
+            batcher.attach(self.table, alone=app.order is GLOBAL)
 
     # What the task calls.
 
     def restore(
         self,
-        kept: Mapping[tuple[int, int], Kept],
+        kept: Mapping[tuple[int, int], RetryState],
         lanes: Iterable[LaneRecord] = (),
         held: Iterable[bytes] = (),
     ) -> None:
         """What was written down before: attempts by partition and offset, stopped lanes, lanes to be redriven."""
-        self._kept.update(kept)
-        self.stops.restore(lanes, held)
+        self.failure_handler.attempts.update(kept)
+        self.stopped_lanes.restore(lanes, held)
 
-    def seen_before(self, records: Iterable[Record]) -> None:
+    def note_done_before(self, records: Iterable[Record]) -> None:
         """Records that were done before a restart and are read again, so that what repeats them is recognised.
 
         For a partition whose progress the app has written: those from ``app.idempotency.since(watermark)`` on to the
         watermark, then those above it that are done. A partition's records come in its order, over this and
         :meth:`accept` together. They do not run, and are not held. Does nothing when the app has no ``idempotency``.
         """
-        self.seen.seen_before(records)
+        self.seen.note_done_before(records)
 
     def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
         now, make = self.now(), self._delivery
         deliveries = [make(record, self) for record in records]
-        if self._kept:
+        if self.failure_handler.attempts:
             for delivery in deliveries:
-                self._remember(delivery)
-        if self.seen.active:
-            self.seen.arrived(records, deliveries)
+                self.failure_handler.remember(delivery)
         lane_key = self._lane_key
         if lane_key is None:
             keys = [delivery.key for delivery in deliveries]
         else:
-            keys = [lane_key(delivery.partition) for delivery in deliveries]
-        ready = len(self.table.ready)
+            try:
+                keys = [lane_key(delivery) for delivery in deliveries]
+            except Exception as error:
+                self.fail(KeylaneError(f"order={self._app.order!r} cannot tell a message's lane: {error!r}"))
+                return
+        if self.seen.active:
+            self.seen.arrived(records, deliveries, keys)
         self.table.arrive_all(keys, deliveries, now)
         self._accepted += len(records)
-        self._relief.arrived(len(records), len(self.table.ready) - ready)
         if now >= self._look_after and self._looking is None and self._crowded:
             self._look()
         self._ensure_runner()
 
     def lane_key(self, key: bytes | None, partition: int) -> bytes | None:
         """The lane of a message with this key; None for one that has a lane to itself."""
-        return key if self._lane_key is None else self._lane_key(partition)
-
-    def _remember(self, delivery: Delivery) -> None:
-        """Give a message the attempts it had before."""
-        kept = self._kept.get((delivery.partition, delivery.offset))
-        if kept is not None:
-            delivery.trouble = Trouble.kept(kept)
-            delivery.attempts = kept.attempts
+        return self._app.order.lane_of(key, partition)
 
     def settle(self) -> None:
         """Work off the acknowledgements that have come in. Called after the producer was polled."""
@@ -347,30 +361,52 @@ class Engine:
         """Messages accepted and not done."""
         return self._accepted - self.done
 
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """How the messages that are done ended."""
+        return Counter({_OK: self.done - self._not_ok.total(), **self._not_ok})
+
     def statistics(self) -> EngineStatistics:
         """How full it is."""
         return EngineStatistics(
             lanes=self.table.statistics(),
             held=self.held,
             done=self.done,
-            dead=self.dead,
-            parked=self.parked,
-            duplicates=self.duplicates,
-            stale=self.stale,
-            ignored=self.ignored,
+            outcomes=self.outcomes,
             early=0 if self.versions is None else self.versions.holding,
-            retries=self.course.retries,
+            retries=self.failure_handler.retries,
             runners=len(self._runners),
         )
 
     def refused(self, delivery: Delivery, error: Any) -> None:
         """The producer gave up on what this message caused: the message is not done, and the engine can not go on."""
+        self.refusals.append((delivery, error))
+        if self._over:  # its loop may be closed
+            return
         self.fail(
-            KafkaError(
+            BrokerError(
                 f"what message {delivery.position} caused could not be written: {error}. "
                 "Nothing after it counts as done; it runs again."
             )
         )
+
+    def answered(self, delivery: Delivery, problem: str | None) -> None:
+        """The sink's answer to a result that was sent alone: it is durable, or why the sink rejects it.
+
+        A rejected one fails as if the message's last stage had raised :class:`keylane.Poison`.
+        """
+        lane: Lane[Delivery] = delivery.lane  # type: ignore[assignment]  # it has waited as its lane's head
+        self.promised -= 1
+        if problem is not None:
+            self.failure_handler.failed(lane, delivery, Poison(problem))
+        else:
+            self.failure_handler.ended(delivery, delivery.outcome)
+            if delivery.failure_state is not None:
+                self.failure_handler.passed(delivery)
+            self.passed += 1
+            self.table.passed(lane)
+            self.acknowledge(delivery)
+        self._changed.set()
 
     def fail(self, error: BaseException) -> None:
         """Stop with this error; the first one counts. What may be another task's by now is not started any more."""
@@ -381,23 +417,40 @@ class Engine:
         self._changed.set()
 
     def returned(self, ticket: int, records: Sequence[Record], missing: int) -> None:
-        """Messages that were asked for again, in order, in one call or several; ``missing`` exist no more."""
+        """Messages that were asked for again, in order, in one call or several; ``missing`` exist no more.
+
+        The engine fails when one has another key than its lane: then these are not the messages that were let go of.
+        """
         asked = self._asked.get(ticket)
         if asked is None:
             return
+        size = 0
         for record in records:
             delivery = self.make(record)
-            if self._kept:
-                self._remember(delivery)
+            found = self._app.order.lane_key(delivery)
+            if found != asked.key:
+                self.fail(
+                    SourceChangedError(
+                        f"expected a message of lane {short(asked.key)!r} at {delivery.position}, found one of lane "
+                        f"{short(found)!r}: the source topic was recreated. The next epoch reads it from its start"
+                    )
+                )
+                return
+            self.failure_handler.remember(delivery)
             asked.back.append(delivery)
-            self._let_go(delivery.partition, -1)
+            size += len(delivery.value or b"")
+        self._let_go(asked.partition, 0, -size)
         asked.missing += missing
         self._accepted -= missing
         if len(asked.back) + asked.missing < len(asked.offsets):
             return
         del self._asked[ticket]
+        self._coming -= len(asked.offsets)
         if asked.missing:
-            self.seen.gone(asked.partition, set(asked.offsets).difference(d.offset for d in asked.back))
+            gone = set(asked.offsets).difference(d.offset for d in asked.back)
+            self.seen.gone(asked.partition, gone)
+            for offset in gone:
+                self.failure_handler.forget(asked.partition, offset)
         asked.then(asked.back, asked.missing)
         self._changed.set()
         self._ensure_runner()
@@ -410,7 +463,7 @@ class Engine:
 
     def step_of(self, delivery: Delivery) -> Step:
         """The stage or handler that the message is at."""
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and delivery.stage == 0:
             return self._dispatcher.step_of(delivery)  # type: ignore[arg-type]  # it makes no others then
         return self._steps[min(delivery.stage, len(self._steps) - 1)]
 
@@ -473,11 +526,17 @@ class Engine:
             self._ensure_runner()
 
     def ask_back(
-        self, partition: int, offsets: Sequence[int], then: Callable[[list[Delivery], int], None]
+        self,
+        key: bytes | None,
+        partition: int,
+        offsets: Sequence[int],
+        then: Callable[[list[Delivery], int], None],
     ) -> None:
-        """Read messages again that were let go of; ``then`` is given them, and how many are gone."""
+        """Read messages of one lane again that were let go of; ``then`` is given them, and how many are gone."""
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(then=then, partition=partition, offsets=offsets)
+        self._asked[ticket] = _Asked(then=then, key=key, partition=partition, offsets=offsets)
+        self._coming += len(offsets)
+        self._let_go(partition, -len(offsets), 0)  # from now on: nobody else may take the room
         self._fetch(ticket, partition, offsets)
 
     # Room.
@@ -495,19 +554,19 @@ class Engine:
     def _look(self) -> None:
         """While there is little room, see to it that it is not one lane's backlog that takes it."""
         self._looking = None
-        relief, now = self._relief, self.now()
+        relief, now = self._evictor, self.now()
         if self.draining or not self._crowded:
             relief.forget()
             return
         for excess in relief.look(self.table.lanes.values(), now, self._room()):
-            self.table.relieve(excess.lane, excess.keep, excess.portion)
+            self.table.evict(excess.lane, excess.keep, excess.portion)
         self._look_after = now + relief.wait
-        if relief.watching:  # also when nothing more arrives, because there is no room for it
-            self._looking = self._loop.call_at(self._look_after, self._look)
+        # Also when nothing more arrives, because there is no room for it.
+        self._looking = self._loop.call_at(self._look_after, self._look)
 
-    def let_go(self, partition: int, count: int) -> None:
-        """So many messages of this partition are held as places only."""
-        self._let_go(partition, count)
+    def let_go(self, delivery: Delivery) -> None:
+        """Of this message only the place is held."""
+        self._let_go(delivery.partition, 1, len(delivery.original or b""))
 
     def at(self, when: float, what: Callable[[], None]) -> asyncio.TimerHandle:
         """Do something at this time of the loop; whoever asks must cancel it when the engine ends."""
@@ -520,16 +579,16 @@ class Engine:
                 delivery.value = self._decode(delivery.value)
             delivery.decoded = True
 
-    def kept(self) -> dict[int, dict[int, Kept]]:
+    def kept(self) -> dict[int, dict[int, RetryState]]:
         """What to write down about messages that are not done, by partition and offset: attempts, and waits."""
-        kept = self.course.kept()
+        kept = self.failure_handler.kept()
         if self.versions is not None:
-            for partition, waits in self.versions.kept().items():
-                kept[partition] = waits | kept.get(partition, {})
+            self.versions.note_waits(kept)
         return kept
 
     def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
-        self.ask_back(partition, offsets, lambda back, gone: self.table.returned(lane, back, gone))
+        key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
+        self.ask_back(key, partition, offsets, lambda back, gone: self.table.returned(lane, back, gone))
 
     # Runners.
 
@@ -555,7 +614,11 @@ class Engine:
         # The hot path. Kept in one function, to save calls per message.
         table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
         decode, result_of, encoded = self._decode, self._result, self._encode
-        records, held, twice = self.stops.records, self.stops.held, self.seen.waiting  # almost always empty
+        records, held, twice = (
+            self.stopped_lanes.records,
+            self.stopped_lanes.held,
+            self.seen.waiting,
+        )  # almost always empty
         versioned = self.versions is not None
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
@@ -575,7 +638,7 @@ class Engine:
             delivery: Delivery = lane.head  # type: ignore[assignment]
             if (
                 versioned
-                or delivery.trouble is not None
+                or delivery.failure_state is not None
                 or (twice and (delivery.partition, delivery.offset) in twice)
                 or ((records or held) and ((key := lane.key) is None or key in records or key in held))
             ) and not self._may_start(lane, delivery):
@@ -598,8 +661,8 @@ class Engine:
                     delivery.value = await steps[stage].call(delivery)
                     stage = delivery.stage = stage + 1
                     delivery.attempt = 1
-                    if delivery.trouble is not None and stage < last:
-                        delivery.attempt = delivery.trouble.attempt_at(steps[stage].name)
+                    if delivery.failure_state is not None and stage < last:
+                        delivery.attempt = delivery.failure_state.attempt_at(steps[stage].name)
                 value = delivery.value
                 if result_of is None or value is None:
                     if not self.acknowledged:
@@ -607,19 +670,24 @@ class Engine:
                     self.acknowledged.append(delivery)
                 else:
                     result_of(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
+            except SentAloneError:
+                self.promised += 1
+                lane = None
             except (Exception, SystemExit) as error:
-                self.course.failed(lane, delivery, error)
+                self.failure_handler.failed(lane, delivery, error)
                 lane = None
             except asyncio.CancelledError:
                 if self._cancelling:
                     raise
-                self.course.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
+                self.failure_handler.failed(
+                    lane, delivery, RuntimeError("the stage was cancelled from inside")
+                )
                 lane = None
             else:
                 if observer is not None:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
-                if delivery.trouble is not None:
-                    self.course.passed(delivery)
+                if delivery.failure_state is not None:
+                    self.failure_handler.passed(delivery)
                 self.passed += 1
                 if turns < TURNS:
                     lane = table.turn(lane)
@@ -639,16 +707,17 @@ class Engine:
 
     def _may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         """Whether a head that something is known about may run now; if not, its lane was dealt with."""
-        if not self.stops.may_start(lane, delivery):
+        if not self.stopped_lanes.may_start(lane, delivery):
             return False
-        trouble = delivery.trouble
-        redriven = trouble is not None and trouble.letter is not None
-        if not redriven and (delivery.partition, delivery.offset) in self.seen.waiting:
+        failure_state = delivery.failure_state
+        redriven = failure_state is not None and failure_state.letter is not None
+        twice = not redriven and (delivery.partition, delivery.offset) in self.seen.waiting
+        if twice and self.stopped_lanes.repeats(delivery):
             self.pass_over(lane, delivery)
             return False
         if self.versions is not None and not self.versions.may_start(lane, delivery):
             return False
-        return trouble is None or self.course.may_start(lane, delivery, trouble)
+        return failure_state is None or self.failure_handler.may_start(lane, delivery, failure_state)
 
     # What happens next.
 
@@ -679,6 +748,8 @@ class Engine:
             for delivery in done:
                 if delivery.outcome is not _OK:
                     self._count(delivery)
+            if self.failure_handler.attempts:
+                self.failure_handler.done(done)
             if self.versions is not None:
                 for delivery in done:
                     self.versions.done(delivery)
@@ -693,19 +764,10 @@ class Engine:
     def _count(self, delivery: Delivery) -> None:
         """A message is done that did not run to its end."""
         if (
-            delivery.trouble is None or delivery.trouble.letter is None
+            delivery.failure_state is None or delivery.failure_state.letter is None
         ):  # a letter's message may wait in its lane
             self.seen.done(delivery)
-        if delivery.outcome is Outcome.PARKED:
-            self.parked += 1
-        elif delivery.outcome is Outcome.DUPLICATE:
-            self.duplicates += 1
-        elif delivery.outcome is Outcome.STALE:
-            self.stale += 1
-        elif delivery.outcome is Outcome.IGNORED:
-            self.ignored += 1
-        else:
-            self.dead += 1
+        self._not_ok[delivery.outcome] += 1
 
     async def _rest(self, rested: Callable[[], bool]) -> None:
         while not rested():

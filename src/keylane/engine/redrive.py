@@ -6,24 +6,31 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keylane.engine.delivery import Trouble
+from keylane.engine.delivery import FailureState
+from keylane.message import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.message import Record
 
 
+_OFFER_SECONDS = 0.02
+"""Between two looks whether reading has come to the next letter's place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RedriveItem:
     """A letter to be redriven: its place among the dead letters, and the message that it was."""
 
     letter: int
     record: Record
     redrives: int
     """How often it was redriven before."""
+    in_source: bool = True
+    """Whether the message lay in the source as it is now: else its offset says nothing about other messages."""
 
 
 class Redriver:
@@ -37,29 +44,40 @@ class Redriver:
         self._left: set[Delivery] = set()
         self._through: asyncio.Future[None] | None = None
 
-    async def settled(self, keys: Iterable[bytes]) -> None:
+    async def settled(self, keys: Collection[bytes]) -> None:
         """Wait until nothing of these lanes is on its way to the dead letters: then all their letters are there."""
-        stops = self._engine.stops
+        stops = self._engine.stopped_lanes
         while not all(stops.settled(key) for key in keys):  # noqa: ASYNC110 - seldom, and soon over
             await asyncio.sleep(0.02)
+        for key in keys:
+            stops.renew(key)
 
-    async def run(self, found: Iterable[Found]) -> list[Delivery]:
+    def ran_before(self, record: Record) -> None:
+        """Note a letter that was redriven, maybe in an earlier task: a letter that repeats its event does not run."""
+        self._engine.seen.came_through(Message(record))
+
+    async def run(self, found: Iterable[RedriveItem]) -> list[Delivery]:
         """Run these letters, each lane's in the order of their source, and wait until all of them are done."""
         lanes: dict[bytes | None, list[Delivery]] = {}
         for one in sorted(found, key=lambda one: (one.record.partition(), one.record.offset())):
             delivery = self._engine.make(one.record)
-            trouble = delivery.trouble = Trouble()
-            trouble.letter, trouble.redrives = one.letter, one.redrives + 1
+            failure_state = delivery.failure_state = FailureState()
+            failure_state.letter, failure_state.redrives = one.letter, one.redrives + 1
+            failure_state.in_source = one.in_source
             lanes.setdefault(self._engine.lane_key(delivery.key, delivery.partition), []).append(delivery)
         all_ = [delivery for lane in lanes.values() for delivery in lane]
         if not all_:
             return all_
         self._left = set(all_)
         self._through = asyncio.get_running_loop().create_future()
+        stops = self._engine.stopped_lanes
         for key, deliveries in lanes.items():
-            for group in [deliveries] if key is not None else [[delivery] for delivery in deliveries]:
-                self._engine.stops.redrive(key, group)
-        await self._through
+            stops.redrive(key, deliveries)
+        while not self._through.done():
+            await asyncio.wait([self._through], timeout=_OFFER_SECONDS)
+            for key in lanes:
+                if key is not None and stops.held[key].waits:
+                    stops.offer(key)
         return all_
 
     def done(self, delivery: Delivery) -> None:

@@ -11,32 +11,33 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
-from keylane.core.lane import Lane, LaneState, LaneTable
-from keylane.core.outcome import Outcome
-from keylane.core.record import Kept
-from keylane.core.versions import Fits, Mark, Versioned, after, parse_version
 from keylane.engine.delivery import Delivery
-from keylane.engine.pipeline import Step
+from keylane.engine.stages import Step
 from keylane.errors import Poison
-from keylane.read import Field
+from keylane.handlers.fields import Field
+from keylane.lanes.lane_record import RetryState
+from keylane.lanes.lane_table import Lane, LaneState, LaneTable
+from keylane.outcome import Outcome
+from keylane.policies.versions import VersionFit, VersionMark, VersionOrdering, mark_at, parse_version
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from keylane.app import App
     from keylane.engine.engine import Engine
-    from keylane.engine.versionstore import Entry, Name, VersionStore
+    from keylane.engine.version_store import Name, VersionStore
     from keylane.message import Message
+    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.engine")
 
 VERSION = "(version)"
-"""Where a message failed because of its version; of attempts that were kept: it waits for one before it."""
+"""Where a message failed because of its version, or waits for one before it."""
 _KEPT_MAX = 2_000
 """Messages whose waits are written down; what is beyond begins to wait anew after a restart."""
 _PLACES_MAX = 1_000_000
@@ -47,7 +48,8 @@ _LIVES = 4
 _WENT_BY = (Outcome.OK, Outcome.IGNORED, Outcome.DEAD, Outcome.SKIPPED)
 _RAN = (Outcome.OK, Outcome.IGNORED)
 
-Place = tuple[int, int]
+Place = tuple[int, int, int | None]
+"""Partition, offset and, of a redriven message, its dead letter: the message itself may come from the log again."""
 
 
 class VersionedTable(LaneTable[Delivery]):
@@ -72,12 +74,28 @@ class VersionedTable(LaneTable[Delivery]):
 class _Held:
     """A message that waits for another one. ``delivery`` is None when only its place is kept."""
 
-    __slots__ = ("delivery", "lives", "offset", "over", "partition", "redriven", "since", "version", "waits")
+    __slots__ = (
+        "delivery",
+        "lives",
+        "name",
+        "offset",
+        "over",
+        "partition",
+        "place",
+        "redriven",
+        "since",
+        "slot",
+        "version",
+        "waits",
+    )
 
-    def __init__(self, delivery: Delivery, version: int, since: float) -> None:
+    def __init__(self, delivery: Delivery, version: int, since: float, name: Name, slot: int) -> None:
+        self.name = name
+        self.slot = slot
         self.version = version
         self.partition = delivery.partition
         self.offset = delivery.offset
+        self.place = _place(delivery)
         self.since = since
         self.redriven = delivery.redriven
         self.delivery: Delivery | None = delivery
@@ -93,7 +111,7 @@ class Versions:
     """Of one engine; used on its loop only. ``store`` knows the entities that are done."""
 
     def __init__(
-        self, rule: Versioned, engine: Engine, app: App, table: VersionedTable, store: VersionStore
+        self, rule: VersionOrdering, engine: Engine, app: AppSpec, table: VersionedTable, store: VersionStore
     ) -> None:
         self.holding = 0  # messages that wait, or are being read again
         self._rule = rule
@@ -101,7 +119,8 @@ class Versions:
         self._table = table
         self._store = store
         self._read = reader_of(rule)
-        self._header = isinstance(rule.read, str)
+        self._header = isinstance(rule.version_from, str)
+        self._slot_of = app.slot_of
         self._step = Step(
             name=VERSION,
             call=_never,
@@ -112,21 +131,19 @@ class Versions:
         )
         self._numbers: dict[Place, int | None] = {}  # of messages that are in their lanes and not done
         self._ahead: dict[
-            Name, tuple[Mark, int]
+            Name, tuple[VersionMark, int]
         ] = {}  # entities with messages that passed and are not done: how many
-        self._marks: dict[Place, Mark] = {}  # what those messages leave behind
+        self._marks: dict[Place, VersionMark] = {}  # what those messages leave behind
         self._held: dict[bytes, list[_Held]] = {}  # by key, ascending
         self._back: dict[bytes, Place] = {}  # by key, the one that came back and has not had its turn
-        self._over: dict[
-            Place, tuple[float, int]
-        ] = {}  # of those, which have waited enough: since when, and lives
+        self._over: dict[Place, _Held] = {}  # of those, which have waited enough
         self._in_memory = 0
-        self._memory = max(1, app.capacity // 4)
+        self._memory = max(1, app.max_buffered // 4)
         self._due: list[tuple[float, int, bytes, _Held]] = []
         self._numbering = count()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._changed: dict[Name, Entry] = {}  # done, and not written down
+        self._changed: dict[Name, VersionMark] = {}  # done, and not written down
         table.on_passed = self._passed
 
     # What the engine asks and tells.
@@ -135,7 +152,7 @@ class Versions:
         """Whether the lane's head is next; if not, it was dealt with."""
         if lane.key is None:
             return True
-        place = delivery.partition, delivery.offset
+        place = _place(delivery)
         if place not in self._numbers:
             try:
                 self._numbers[place] = self._number(delivery)
@@ -145,42 +162,47 @@ class Versions:
         version = self._numbers[place]
         if version is None:
             return self._starts(delivery)
-        mark = self._mark((delivery.partition, delivery.key or b""))
+        mark = self._mark(self._name(delivery))
         fits = self._rule.judge(version, mark, redriven=delivery.redriven)
-        if fits is Fits.NEXT:
+        if fits is VersionFit.NEXT:
             return self._starts(delivery)
-        if fits is Fits.STALE:
+        if fits is VersionFit.STALE:
             if self._rule.on_stale == "skip":
                 self._engine.pass_over(lane, delivery, Outcome.STALE)
             else:
                 passed = "" if mark is None else f": version {mark.passed} has passed"
                 self._fail(lane, delivery, Poison(f"version {version} is stale{passed}"))
             return False
+        if fits is VersionFit.LATE or (
+            fits is VersionFit.FAR and not self._follows(delivery.key or b"", version)
+        ):
+            self._fail(lane, delivery, Poison(self._refusal(fits, version, mark)))
+            return False
         return self._early(lane, delivery, version, mark)
 
     def done(self, delivery: Delivery) -> None:
         """The message is done: what it leaves behind may be written down."""
-        place = delivery.partition, delivery.offset
+        place = _place(delivery)
         self._numbers.pop(place, None)
         mark = self._marks.pop(place, None)
         if mark is None:
             return
-        name = delivery.partition, delivery.key or b""
+        name = self._name(delivery)
         newest, left = self._ahead[name]
         if left > 1:
             self._ahead[name] = newest, left - 1
         else:
             del self._ahead[name]
-        self._store.put(name, mark, delivery.offset)
-        self._changed[name] = mark, delivery.offset
+        self._store.put(name, mark)
+        self._changed[name] = mark
 
-    def changed(self, without: Collection[int] = ()) -> dict[Name, Entry]:
+    def changed(self, without: Collection[int] = ()) -> dict[Name, VersionMark]:
         """What to write down with the progress of this moment; not of these partitions, whose progress waits."""
         if not without:
             return dict(self._changed)
         return {name: entry for name, entry in self._changed.items() if name[0] not in without}
 
-    def written(self, entries: Mapping[Name, Entry]) -> None:
+    def written(self, entries: Mapping[Name, VersionMark]) -> None:
         """That is durable."""
         if len(entries) == len(self._changed) and entries == self._changed:
             self._changed = {}
@@ -189,19 +211,17 @@ class Versions:
             if self._changed.get(name) == entry:
                 del self._changed[name]
 
-    def kept(self) -> dict[int, dict[int, Kept]]:
-        """Since when messages wait, by partition and offset: they do not begin anew after a restart."""
-        kept: dict[int, dict[int, Kept]] = {}
-        waits = (one for held in self._held.values() for one in held if not one.redriven)
-        for one in islice(waits, _KEPT_MAX):
-            kept.setdefault(one.partition, {})[one.offset] = _kept(one.since, one.lives)
-        for (partition, offset), (since, lives) in self._over.items():
-            kept.setdefault(partition, {})[offset] = _kept(since, lives)
-        return kept
+    def note_waits(self, kept: dict[int, dict[int, RetryState]]) -> None:
+        """Add since when messages wait, by partition and offset: they do not begin anew after a restart."""
+        waits = (one for held in self._held.values() for one in held)
+        for one in chain(islice(waits, _KEPT_MAX), self._over.values()):
+            if not one.redriven:
+                found = kept.setdefault(one.partition, {})
+                found[one.offset] = _waiting(found.get(one.offset), one)
 
     def known(self, delivery: Delivery) -> int | None:
         """The version of a message in its lane."""
-        return self._numbers.get((delivery.partition, delivery.offset))
+        return self._numbers.get(_place(delivery))
 
     @property
     def resting(self) -> bool:
@@ -215,6 +235,28 @@ class Versions:
     def go_on(self, key: bytes) -> None:
         """Something that kept the held messages of this lane back is over."""
         self._bring_next(key)
+
+    def reset(self, partition: int, key: bytes, to: int | None) -> VersionMark | None:
+        """An operator says how far an entity is: the version after ``to`` is next; None: nothing of it has come.
+
+        Returns what is to be written down, as soon as possible.
+        """
+        name = partition, key
+        lane = self._table.lanes.get(key)
+        passed = lane.first if lane is not None else None
+        while lane is not None and passed is not None and passed is not lane.head:
+            if self._name(passed) == name:  # what it leaves behind does not count any more
+                self._marks.pop(_place(passed), None)
+            passed = passed.next
+        self._ahead.pop(name, None)
+        self._changed.pop(name, None)
+        mark = None if to is None else mark_at(to)
+        if mark is None:
+            self._store.forget(name)
+        else:
+            self._store.put(name, mark)
+        self._bring_next(key)
+        return mark
 
     def close(self) -> None:
         """No timer is left behind."""
@@ -233,15 +275,17 @@ class Versions:
             delivery.started = self._engine.wall()
         return True
 
-    def _early(self, lane: Lane[Delivery], delivery: Delivery, version: int, mark: Mark | None) -> bool:
-        rule, place = self._rule, (delivery.partition, delivery.offset)
+    def _early(
+        self, lane: Lane[Delivery], delivery: Delivery, version: int, mark: VersionMark | None
+    ) -> bool:
+        rule, place = self._rule, _place(delivery)
         if rule.on_gap == "process":
             return self._starts(delivery)
         over = place in self._over
         if over and self._waits_below(delivery.key or b"", version):
             del self._over[place]  # one before it was given another chance: it waits along
             over = False
-        if over and rule.then == "process":
+        if over and rule.on_timeout == "process":
             return self._starts(delivery)
         if over or rule.on_gap == "fail":
             self._over.pop(place, None)
@@ -254,25 +298,48 @@ class Versions:
         """Whether a lower version waits, and may come back."""
         return any(one.version < version and not self._kept_back(key, one) for one in self._held.get(key, ()))
 
-    def _vain(self, version: int, mark: Mark | None, *, waited: bool) -> str:
+    def _follows(self, key: bytes, version: int) -> bool:
+        """Whether one waits that this version is not too far ahead of: both wait for the same gap."""
+        reach = (self._rule.max_gap or 0) + 1
+        return any(0 < version - one.version <= reach for one in self._held.get(key, ()))
+
+    def _refusal(self, fits: VersionFit, version: int, mark: VersionMark | None) -> str:
+        """Why this version does not run."""
+        missing = self._rule.missing(mark)
+        if fits is VersionFit.LATE:
+            return f"version {version} came too late: it was given up before it came, and version {missing} is next"
+        return (
+            f"version {version} is too far ahead: version {missing} is next, and at most max_gap={self._rule.max_gap} "
+            "versions may be missing. Nothing else of its key changes. If the version is right, see 'keylane versions "
+            "reset'; if versions do not count up by one, say VersionOrdering(max_gap=None)"
+        )
+
+    def _vain(self, version: int, mark: VersionMark | None, *, waited: bool) -> str:
         missing = self._rule.missing(mark)
         text = f"version {version} came, and version {missing} did not"
         if waited:
-            text += f" within {self._rule.wait:g} s, or {self._rule.hold} others came"
+            text += f" within {self._rule.wait:g} s, or {self._rule.max_waiting} others came"
         if mark is None:
-            text += "; if entities may begin with any version, say Versioned(first=None)"
+            text += "; if entities may begin with any version, say VersionOrdering(first=None)"
         return text
 
     def _fail(self, lane: Lane[Delivery], delivery: Delivery, error: BaseException) -> None:
-        self._engine.course.failed(lane, delivery, error, self._step)
+        self._engine.failure_handler.failed(lane, delivery, error, self._step)
 
-    def _mark(self, name: Name) -> Mark | None:
+    def _name(self, delivery: Delivery) -> Name:
+        """The entity of a message. That of a letter is where its key is now: its partition may have been another."""
+        key = delivery.key or b""
+        if delivery.redriven and (home := self._store.home(key)) is not None:
+            return home, key
+        return delivery.partition, key
+
+    def _mark(self, name: Name) -> VersionMark | None:
         ahead = self._ahead.get(name)
         return ahead[0] if ahead is not None else self._store.get(name)
 
     def _passed(self, key: Any, delivery: Delivery) -> None:
         """The head of this lane has had its turn."""
-        place = delivery.partition, delivery.offset
+        place = _place(delivery)
         version = self._numbers.get(place)
         if key is None or version is None:
             return
@@ -280,25 +347,34 @@ class Versions:
         if self._back.get(key) == place:
             del self._back[key]
         if delivery.outcome in _WENT_BY:
-            name = delivery.partition, key
-            mark = after(self._mark(name), version, applied=delivery.outcome in _RAN)
-            self._marks[place] = mark
-            self._ahead[name] = mark, self._ahead.get(name, (mark, 0))[1] + 1
+            name = self._name(delivery)
+            before, applied = self._mark(name), delivery.outcome in _RAN
+            if applied or self._rule.judge(version, before, redriven=delivery.redriven) is not VersionFit.FAR:
+                offset = delivery.offset if name[0] == delivery.partition else -1
+                mark = self._rule.after(before, version, offset, applied=applied)
+                self._marks[place] = mark
+                self._ahead[name] = mark, self._ahead.get(name, (mark, 0))[1] + 1
         self._bring_next(key)
 
     # Waiting.
 
     def _hold(self, lane: Lane[Delivery], delivery: Delivery, version: int) -> None:
-        engine, trouble = self._engine, delivery.trouble
-        key, place = delivery.key or b"", (delivery.partition, delivery.offset)
+        engine, failure_state = self._engine, delivery.failure_state
+        key, place = delivery.key or b"", _place(delivery)
         self._table.set_aside(lane)
         del self._numbers[place]
         if self._back.get(key) == place:
             del self._back[key]
-        held = _Held(delivery, version, engine.wall())
+        held = _Held(
+            delivery,
+            version,
+            engine.wall(),
+            self._name(delivery),
+            self._slot_of(delivery.key, delivery.offset),
+        )
         due = engine.now() + self._rule.wait
-        if trouble is not None and trouble.stage == VERSION:  # from before a restart
-            held.since, held.lives = trouble.since, trouble.attempt
+        if failure_state is not None and failure_state.waited:  # from before a restart
+            held.since, held.lives = failure_state.waited, failure_state.lives + 1
             grace = min(_GRACE, self._rule.wait) if held.lives <= _LIVES else 0.0
             due = engine.now() + max(held.since + self._rule.wait - engine.wall(), grace)
         self.holding += 1
@@ -308,7 +384,7 @@ class Versions:
         self._arm()
         if self._in_memory > self._memory and self.holding - self._in_memory < _PLACES_MAX:
             self._let_go(held)
-        if len(self._held[key]) > self._rule.hold:
+        if len(self._held[key]) > self._rule.max_waiting:
             self._give_up(key, self._held[key][0].version)
 
     def _keep(self, key: bytes, held: _Held) -> None:
@@ -321,11 +397,11 @@ class Versions:
             return
         held.delivery = None
         self._in_memory -= 1
-        self._engine.let_go(held.partition, 1)
+        self._engine.let_go(delivery)
 
     def _kept_back(self, key: bytes, held: _Held) -> bool:
         """Whether its lane does not take it now: it has stopped, or is being redriven and this is no letter."""
-        return not held.redriven and (key in self._engine.stops.held or self._stopped(key))
+        return not held.redriven and (key in self._engine.stopped_lanes.held or self._stopped(key))
 
     def _stopped(self, key: bytes) -> bool:
         lane = self._table.lanes.get(key)
@@ -345,8 +421,11 @@ class Versions:
         for held in self._held.get(key, ()):
             if self._kept_back(key, held):
                 continue
-            mark = self._mark((held.partition, key))
-            if held.over or self._rule.judge(held.version, mark, redriven=held.redriven) is not Fits.GAP:
+            mark = self._mark(held.name)
+            if (
+                held.over
+                or self._rule.judge(held.version, mark, redriven=held.redriven) is not VersionFit.GAP
+            ):
                 self._bring_back(key, held)
             return
 
@@ -356,13 +435,13 @@ class Versions:
         if not left:
             del self._held[key]
         held.waits = False
-        self._back[key] = held.partition, held.offset
+        self._back[key] = held.place
         if held.delivery is not None:
             self._in_memory -= 1
             self._insert(key, held, held.delivery)
         else:
             self._engine.ask_back(
-                held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
+                key, held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
             )
 
     def _returned(self, key: bytes, held: _Held, found: Sequence[Delivery]) -> None:
@@ -383,10 +462,10 @@ class Versions:
         self._engine.changed()
 
     def _insert(self, key: bytes, held: _Held, delivery: Delivery) -> None:
-        place = held.partition, held.offset
+        place = held.place
         self._numbers[place] = held.version
         if held.over:
-            self._over[place] = held.since, held.lives
+            self._over[place] = held
         held.delivery = None  # the clock may know it for a while
         self.holding -= 1
         self._arm()
@@ -423,9 +502,9 @@ class Versions:
             self._arm()
 
 
-def reader_of(rule: Versioned) -> Callable[[Message], int | None]:
+def reader_of(rule: VersionOrdering) -> Callable[[Message], int | None]:
     """A function from a message, with its value decoded, to its version. It raises :class:`Poison`."""
-    where: str | Callable[[Message], Any] = rule.read
+    where: str | Callable[[Message], Any] = rule.version_from
     if isinstance(where, str):
         name = where
         return lambda msg: _version(msg.header(name), f"header {name!r}")
@@ -442,6 +521,11 @@ def reader_of(rule: Versioned) -> Callable[[Message], int | None]:
     return of
 
 
+def _place(delivery: Delivery) -> Place:
+    failure_state = delivery.failure_state
+    return delivery.partition, delivery.offset, None if failure_state is None else failure_state.letter
+
+
 def _version(found: object, where: str) -> int:
     if found is None:
         raise Poison(f"no version: {where} is missing")
@@ -451,8 +535,20 @@ def _version(found: object, where: str) -> int:
         raise Poison(str(error)) from error
 
 
-def _kept(since: float, lives: int) -> Kept:
-    return Kept(stage=VERSION, attempt=lives + 1, attempts=0, since=since, due=0.0)
+def _waiting(kept: RetryState | None, held: _Held) -> RetryState:
+    """What is written down of a message that waits, or has; its attempts stay what they are."""
+    if kept is not None:
+        return replace(kept, waited=held.since, lives=held.lives)
+    return RetryState(
+        stage=VERSION,
+        attempt=1,
+        attempts=0,
+        since=held.since,
+        due=0.0,
+        slot=held.slot,
+        waited=held.since,
+        lives=held.lives,
+    )
 
 
 async def _never(_message: Message) -> Any:

@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
     ConfigResource,
@@ -19,7 +20,11 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     ResourceType,
 )
 
-from keylane.errors import KafkaError
+from keylane.errors import BrokerError
+from keylane.kafka.rejection import ANYTHING, TopicRules
+from keylane.kafka.settings import outage
+from keylane.offsets.identity import AppIdentity, TopicIdentity
+from keylane.offsets.metadata import judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +32,9 @@ if TYPE_CHECKING:
 
     from confluent_kafka import Consumer
 
-    from keylane.app import App
     from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.metadata import Committed
+    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.kafka")
 
@@ -44,6 +50,15 @@ PATIENCE = 60.0
 _SAY_EVERY = 10.0
 
 STATE_SEGMENT = 32 << 20
+STATE = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(STATE_SEGMENT),
+    # Kafka's own default, which brokers may lower: a record of large progress must fit.
+    "max.message.bytes": "1048588",
+}
+"""Settings of the state topic."""
+STATE_ROOM = 65_536
+"""Bytes a lane's record may be larger than the key of its message: the failure's context."""
 TELEMETRY = {"retention.ms": "86400000", "segment.ms": "3600000", "segment.bytes": str(16 << 20)}
 """A day of it, in segments of an hour at most: a segment goes as a whole."""
 DEAD_LETTER_ROOM = 65_536
@@ -80,7 +95,7 @@ def introduce(consumer: Consumer, topic: str) -> None:
     try:
         consumer.list_topics(topic, timeout=TIMEOUT)
     except KafkaException as error:
-        raise KafkaError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
+        raise BrokerError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
 
 
 def patient(call: Callable[P, T]) -> Callable[P, T]:
@@ -96,10 +111,10 @@ def patient(call: Callable[P, T]) -> Callable[P, T]:
         while True:
             try:
                 return call(*args, **named)
-            except KafkaError as error:
+            except BrokerError as error:
                 now = time.monotonic()
                 if now - began >= PATIENCE or os.getppid() != parent:
-                    raise KafkaError(f"{error}; waited for {now - began:.0f} s") from error
+                    raise BrokerError(f"{error}; waited for {now - began:.0f} s") from error
                 if now - said >= _SAY_EVERY:
                     said = now
                     log.warning("%s; asked again, for up to %g s", error, PATIENCE)
@@ -120,46 +135,103 @@ class Topics:
     """Whether the sink gives records a time of its own."""
 
 
+def _topic_id(described: Future[Any]) -> str:
+    try:
+        return str(described.result().topic_id)
+    except KafkaException as error:
+        if error.args[0].code() == ClientError.UNKNOWN_TOPIC_OR_PART:
+            return ""
+        raise
+
+
+def _rules(described: Future[Any]) -> TopicRules:
+    try:
+        found = described.result()
+    except KafkaException:
+        return ANYTHING
+    stamps = (
+        found["message.timestamp.type"].value == "LogAppendTime"
+    )  # then the record's own time is not looked at
+    before, after = (
+        float(found[name].value) if name in found and not stamps else inf
+        for name in ("message.timestamp.before.max.ms", "message.timestamp.after.max.ms")
+    )
+    return TopicRules(limit=int(found["max.message.bytes"].value), before=before, after=after)
+
+
 class Cluster:
-    """The cluster behind a bootstrap address. Every method raises :class:`KafkaError` when it gets no answer."""
+    """The cluster behind a bootstrap address. Every method raises :class:`BrokerError` when it gets no answer."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._admin = settings.admin()  # held: its answers never come once it is collected
         self._readers: dict[tuple[str, str], Consumer] = {}
+        self._told: set[tuple[TopicIdentity, int]] = set()
 
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
         try:
             found = self._admin.list_topics(timeout=TIMEOUT)
         except KafkaException as error:
-            raise KafkaError(
+            self._admin.poll(0)  # what went wrong with its connections
+            raise BrokerError(
                 f"no Kafka broker answered at {self._settings.bootstrap} within {TIMEOUT:g} s "
-                f"({error.args[0].str()}). Is it running, and is the address right? "
-                "'keylane broker start' starts one on this machine"
+                f"({error.args[0].str()}): {self._settings.why_silent()}"
             ) from error
+        outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
 
     def partitions(self, topic: str, what: str = "topic", *, among: Mapping[str, int] | None = None) -> int:
-        """How many partitions the topic has. Raises KafkaError when it does not exist.
+        """How many partitions the topic has. Raises BrokerError when it does not exist.
 
         ``among``: what :meth:`topics` said a moment ago.
         """
         topics = self.topics() if among is None else among
         if topic not in topics:
+            if not self._may_see(topic):
+                raise BrokerError(
+                    f"{what} {topic!r}: this user may not see it at {self._settings.bootstrap}. "
+                    "Allow DESCRIBE on it"
+                )
             near = [name for name in sorted(topics) if not name.startswith("__")]
             known = (
                 f"; there are: {', '.join(near[:10])}{' …' if len(near) > 10 else ''}"
                 if near
                 else "; there are no topics"
             )
-            raise KafkaError(
+            raise BrokerError(
                 f"{what} {topic!r} does not exist at {self._settings.bootstrap}{known}. "
                 "Create it, or correct its name"
             )
         return topics[topic]
 
-    def prepare(self, app: App) -> Topics:
+    def _may_see(self, topic: str) -> bool:
+        try:
+            self._admin.describe_topics(TopicCollection([topic]), request_timeout=TIMEOUT)[topic].result()
+        except KafkaException as error:
+            return bool(error.args[0].code() != ClientError.TOPIC_AUTHORIZATION_FAILED)
+        return True
+
+    def identity(self, source: str, dlq: str = "") -> AppIdentity:
+        """Which topics these are: a topic that was deleted and created again is another one.
+
+        A topic that does not exist has an empty id.
+        """
+        topics = [topic for topic in (source, dlq) if topic]
+        try:
+            asked = self._admin.describe_cluster(request_timeout=TIMEOUT)
+            described = self._admin.describe_topics(TopicCollection(topics), request_timeout=TIMEOUT)
+            cluster = str(asked.result().cluster_id)
+            ids = {topic: _topic_id(described[topic]) for topic in topics}
+        except KafkaException as error:
+            names = " and ".join(map(repr, topics))
+            raise BrokerError(f"the topic ids of {names} could not be read: {error.args[0].str()}") from error
+        one, other = (
+            TopicIdentity(cluster=cluster, topic=topic, id=ids.get(topic, "")) for topic in (source, dlq)
+        )
+        return AppIdentity(source=one, dlq=other)
+
+    def prepare(self, app: AppSpec) -> Topics:
         """Check the app's source and sink and create the topics it owns."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
@@ -175,7 +247,9 @@ class Cluster:
             self.ensure(app.ledger_topic, count, {})
         if app.state not in self.topics():  # else it has the layout in force: the planner makes it grow
             # What was written last is not compacted: small segments keep that little, and a task reads all of it.
-            self.ensure(app.state, count, {"cleanup.policy": "compact", "segment.bytes": str(STATE_SEGMENT)})
+            # A lane's record has the key of its message, which may be as large as the source allows.
+            room = max(int(STATE["max.message.bytes"]), int(source_limit) + STATE_ROOM)
+            self.ensure(app.state, count, STATE | {"max.message.bytes": str(room)})
         known = min(count, self.partitions(app.state))
         return Topics(partitions=known, sink_limit=sink_limit, sink_stamps=stamps)
 
@@ -202,17 +276,31 @@ class Cluster:
         """Create the topic, or give it more partitions when it has fewer."""
         have = self.topics().get(topic)
         if have is None:
-            new = NewTopic(topic, num_partitions=partitions, replication_factor=-1, config=config)
-            self._wait(
-                self._admin.create_topics([new], request_timeout=TIMEOUT),
-                f"topic {topic!r} could not be created",
-            )
+            self.create(topic, partitions, config)
         elif have < partitions:
             more = [NewPartitions(topic, partitions)]
             self._wait(
                 self._admin.create_partitions(more, request_timeout=TIMEOUT),
                 f"topic {topic!r} could not grow",
             )
+        self._wait_for(topic, partitions)
+
+    def create(
+        self, topic: str, partitions: int, config: Mapping[str, str], *, replication: int = -1
+    ) -> bool:
+        """Create the topic, and wait until the cluster knows it; False when it was there already."""
+        new = NewTopic(topic, num_partitions=partitions, replication_factor=replication, config=dict(config))
+        try:
+            self._admin.create_topics([new], request_timeout=TIMEOUT)[topic].result()
+        except KafkaException as error:
+            if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
+                raise BrokerError(f"topic {topic!r} could not be created: {error.args[0].str()}") from error
+            return False
+        else:
+            self._wait_for(topic, partitions)
+            return True
+
+    def _wait_for(self, topic: str, partitions: int) -> None:
         deadline = time.monotonic() + TIMEOUT
         while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
             time.sleep(0.02)  # created is not yet known to everyone
@@ -225,6 +313,12 @@ class Cluster:
             f"settings of topic {topic!r} could not be read",
         )
         return str(answer[name].value)
+
+    def rules(self, topics: Iterable[str]) -> dict[str, TopicRules]:
+        """What these topics take. Of one whose settings may not be read, nothing is known."""
+        resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
+        asked = self._admin.describe_configs(resources, request_timeout=TIMEOUT) if resources else {}
+        return {resource.name: _rules(future) for resource, future in asked.items()}
 
     def ends(
         self, topic: str, partitions: Iterable[int], *, earliest: bool = False, committed: bool = False
@@ -273,7 +367,18 @@ class Cluster:
             return patiently(ask, _NEW_LEADER) if request else {}
         except KafkaException as error:
             topics = ", ".join(sorted({repr(topic) for topic, _ in asked}))
-            raise KafkaError(f"offsets of topic {topics} could not be read: {error.args[0].str()}") from error
+            raise BrokerError(
+                f"offsets of topic {topics} could not be read: {error.args[0].str()}"
+            ) from error
+
+    def members(self, group: str) -> int | None:
+        """Consumers that have joined a group; None when the cluster does not say."""
+        try:
+            return patiently(
+                lambda: len(self._admin.describe_consumer_groups([group])[group].result(TIMEOUT).members)
+            )
+        except (KafkaException, TimeoutError):
+            return None
 
     def committed(
         self, group: str, topic: str, partitions: Iterable[int], *, settled: bool = False
@@ -298,13 +403,39 @@ class Cluster:
                     reader = self._reader(group, "read_uncommitted")
                     found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
         except KafkaException as error:
-            raise KafkaError(
+            raise BrokerError(
                 f"progress of group {group!r} could not be read: {error.args[0].str()}"
             ) from error
         for at in found:
             if at.error is not None:
-                raise KafkaError(f"progress of group {group!r} could not be read: {at.error.str()}")
+                raise BrokerError(f"progress of group {group!r} could not be read: {at.error.str()}")
         return {at.partition: (at.offset, at.metadata) for at in found if at.offset >= 0}
+
+    def progress(
+        self, group: str, source: TopicIdentity, partitions: Iterable[int], *, settled: bool = False
+    ) -> dict[int, Committed]:
+        """The group's committed offsets that belong to this topic; partitions without one are left out.
+
+        So is an offset of a topic that had the same name before: it means nothing in this one.
+        """
+        found = {}
+        for partition, (offset, metadata) in self.committed(
+            group, source.topic, partitions, settled=settled
+        ).items():
+            judged = judge(offset, metadata, source)
+            if judged is not None:
+                found[partition] = judged
+            elif (source, partition) not in self._told:
+                self._told.add((source, partition))
+                log.warning(
+                    "ignoring committed offset of a deleted topic topic=%s partition=%d offset=%d topic_id=%s: the "
+                    "topic was deleted and created again",
+                    source.topic,
+                    partition,
+                    offset,
+                    source.id,
+                )
+        return found
 
     def _reader(self, group: str, level: str = "read_committed") -> Consumer:
         if (group, level) not in self._readers:
@@ -319,5 +450,5 @@ class Cluster:
                 answer = future.result()
             except KafkaException as error:
                 if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
-                    raise KafkaError(f"{what}: {error.args[0].str()}") from error
+                    raise BrokerError(f"{what}: {error.args[0].str()}") from error
         return answer

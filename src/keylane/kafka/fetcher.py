@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import TopicPartition
 
-from keylane.core.lane import AWAY_MAX
-from keylane.errors import KafkaError
+from keylane.errors import BrokerError
+from keylane.kafka.partition_reader import ErrorKind, ReadErrors, classify
+from keylane.kafka.settings import outage
+from keylane.lanes.lane_table import EVICTED_ENTRIES_MAX, REFETCH_ROOM_DIVISOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,40 +27,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.kafka")
 
 BATCH = 1000
-"""Messages handed over at once, at most."""
+"""Messages handed over at once, at most; and no more than a quarter of the room that is left."""
 MAX_BYTES = 256 * 1024 * 1024
-"""Bytes of message values a task holds, about: large messages shrink its capacity."""
+"""Bytes of message values a task holds: it reads up to half of them, and large messages shrink its capacity."""
 PLENTY = 2048
-"""Messages held at which nothing more is fetched while lanes queue for the loop."""
+"""Messages in lanes that can go on at which nothing more is fetched while lanes queue for the loop."""
 _POLL = 0.02
 _FULL = 0.005
 _STUCK = 0.5
 """Seconds for which the task is full before the partition that holds most is paused."""
 _ASK = 10.0
 """Seconds for the broker to say where a log begins and ends."""
-GONE = 30.0
-"""Seconds after which a topic that the broker does not know counts as deleted."""
-MISSING = (
-    ClientError.UNKNOWN_TOPIC_OR_PART,
-    ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
-    ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
-)
-"""The topic is not there; a broker that has just come back may say so too."""
-LASTING = (
-    ClientError.TOPIC_AUTHORIZATION_FAILED,
-    ClientError.GROUP_AUTHORIZATION_FAILED,
-    ClientError.CLUSTER_AUTHORIZATION_FAILED,
-    ClientError._AUTHENTICATION,  # noqa: SLF001
-)
-"""What does not pass by itself."""
 
 
 @dataclass(slots=True)
-class Share:
-    """What the task holds of one partition. Written by the owner thread; ``done`` and ``away`` by the loop."""
+class PartitionFlow:
+    """What the task holds of one partition. By the owner thread; ``done``, ``size_done`` and ``away`` by the loop."""
 
     handed: int = 0
     done: int = 0
+    size_handed: int = 0
+    size_done: int = 0
+    """Bytes of values."""
     next: int = 0
     """Where reading goes on."""
     away: int = 0
@@ -72,12 +61,17 @@ class Share:
 
     @property
     def held(self) -> int:
-        """Messages handed over and not done."""
+        """Messages handed over, or being read again, and not done."""
         return self.handed - self.done
+
+    @property
+    def size(self) -> int:
+        """Bytes of their values."""
+        return self.size_handed - self.size_done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class FetchedBatch:
     """What the owner thread hands to the loop."""
 
     records: Mapping[int, list[Record]]
@@ -89,13 +83,18 @@ class Batch:
 class Fetcher:
     """Fetches the task's partitions and hands batches to ``deliver``, which must be thread-safe and quick.
 
-    At half of ``capacity`` the task is full and the thread stops asking for more; that keeps what librdkafka has
-    fetched ahead, which a pause would throw away. When it stays full for half a second, the partition that holds most
-    is paused, so that a partition that is stuck does not stop the others: they share what room it leaves, and it is
-    resumed when half of what it held is done. Each pause takes at most half of the room that is left.
+    An eighth of ``capacity`` is for what lanes read again. At half of the rest the task is full and the thread stops
+    asking for more; that keeps what librdkafka has fetched ahead, which a pause would throw away. It asks for a quarter
+    at most at once, so never more than ``capacity`` is held. Reading stops at half of :data:`MAX_BYTES`, too; a message
+    that is larger than what is left of them comes alone.
+
+    When the task stays full for half a second, the partition that holds most is paused, so that a partition that is
+    stuck does not stop the others: they share what room it leaves, and it is resumed when half of what it held is done.
+    Each pause takes at most half of the room that is left.
 
     What is held grows cold in the processor's caches before it runs, so it is not read ahead of a loop that has all it
-    can do: while ``busy`` says so, the thread stops asking at :data:`PLENTY`. Nothing is paused for that.
+    can do: while ``busy`` says so, the thread stops asking at :data:`PLENTY`, besides those ``stuck`` in lanes that
+    stand still. Nothing is paused for that.
 
     A partition of which millions of offsets are kept for lanes that do not keep up is paused too, until half are read.
 
@@ -113,12 +112,13 @@ class Fetcher:
         starts: Mapping[int, int],
         *,
         capacity: int,
-        deliver: Callable[[Batch], None],
+        deliver: Callable[[FetchedBatch], None],
         fail: Callable[[BaseException], None],
         reading: Mapping[int, int] | None = None,
         until: Mapping[int, int] | None = None,
         crowded: Callable[[], bool] = lambda: False,
         busy: Callable[[], bool] = lambda: False,
+        stuck: Callable[[], int] = lambda: 0,
         ends_every: float = inf,
     ) -> None:
         self._consumer = consumer
@@ -130,18 +130,20 @@ class Fetcher:
         self._until = dict(until) if until is not None else None
         self._crowded = crowded
         self._busy = busy
+        self._stuck = stuck
         self._capacity = capacity
         self.room = capacity
         """Messages that there is room for: fewer than the capacity when they are large. Written by the thread."""
-        self._far = AWAY_MAX // max(1, len(starts))
+        self._far = EVICTED_ENTRIES_MAX // max(1, len(starts))
         self._mean_size = 0.0
+        self._bytes_left = MAX_BYTES // 2
+        self._at_once = BATCH
         self._full_since = 0.0
-        self.shares = {p: Share(next=offset) for p, offset in starts.items()}
+        self.shares = {p: PartitionFlow(next=offset) for p, offset in starts.items()}
         self._ends_every = ends_every
         self._ends_due = 0.0 if ends_every < inf else inf
         self._closing = threading.Event()
-        self._warned = 0.0
-        self._missing_since = 0.0  # when the client first said that the topic is not there
+        self._errors = ReadErrors(topic)
         self._thread = threading.Thread(target=self._main, name="keylane-fetcher", daemon=True)
 
     def start(self) -> None:
@@ -162,6 +164,11 @@ class Fetcher:
         if self._thread.is_alive() or any(share.paused_at or share.ended for share in self.shares.values()):
             return {}
         return {p: share.next for p, share in self.shares.items()}
+
+    @property
+    def held(self) -> int:
+        """Messages handed over, or being read again, and not done."""
+        return sum([share.held for share in self.shares.values()])
 
     @property
     def paused(self) -> list[int]:
@@ -199,15 +206,22 @@ class Fetcher:
         first = self._consumer.poll(_POLL)
         if first is None:
             return
+        # By the size of what comes now, too: the first large message is not followed by a thousand like it.
+        size = max(self._mean_size, len(first)) if first.error() is None else self._mean_size
+        more = min(BATCH, self._at_once, int(self._bytes_left / size) if size else BATCH) - 1
         # Blocking for the first message only: consume(n, timeout) would wait out its time-out for the rest.
-        self._hand_over([first, *self._consumer.consume(BATCH - 1, 0)])
+        self._hand_over([first, *self._consumer.consume(more, 0)] if more > 0 else [first])
 
     def _hand_over(self, messages: list[Any]) -> None:
         # The hot path: as few steps per message as can be, the rest per partition.
         records = [message for message in messages if message.error() is None]
+        if records:
+            outage.answered()
         groups: dict[int, list[Any]] = defaultdict(list)
         for record in records:
             groups[record.partition()].append(record)
+        if self._errors.missing:
+            self._errors.answered(groups)
         ends: dict[int, int] = {}
         shares, until = self.shares, self._until
         for partition, group in groups.items():
@@ -220,13 +234,17 @@ class Fetcher:
                     groups[partition] = [r for r in groups[partition] if r.offset() < until[partition]]
                     ends[partition] = until[partition]
             groups = {partition: group for partition, group in groups.items() if group}
+        total = 0
         for partition, group in groups.items():
+            size = sum(map(len, group))
+            total += size
             shares[partition].handed += len(group)
+            shares[partition].size_handed += size
         if records:
-            size = sum(map(len, records)) / len(records)
-            self._mean_size = 0.9 * self._mean_size + 0.1 * size if self._mean_size else size
+            mean = total / len(records)
+            self._mean_size = 0.9 * self._mean_size + 0.1 * mean if self._mean_size else mean
         if groups or ends:
-            self._deliver(Batch(records=groups, ends=ends))
+            self._deliver(FetchedBatch(records=groups, ends=ends))
         if until is not None:
             for partition, share in shares.items():
                 self._check_end(partition, share.next)
@@ -234,15 +252,16 @@ class Fetcher:
     def _hear(self, told: list[Any], ends: dict[int, int]) -> None:
         """What the client says besides messages; those that came with it are counted."""
         for message in told:
-            code, partition = message.error().code(), message.partition()
-            if code == ClientError._PARTITION_EOF:  # noqa: SLF001 - the client's public constant
+            kind, partition = classify(message.error()), message.partition()
+            if kind is ErrorKind.END:
+                self._errors.answered([partition])
                 # It comes after every message that was the last one, and says something new only behind a hole.
                 if message.offset() > self.shares[partition].next:
                     ends[partition] = self.shares[partition].next = message.offset()
-            elif code == ClientError._AUTO_OFFSET_RESET:  # noqa: SLF001
+            elif kind is ErrorKind.OUT_OF_RANGE:
                 self._out_of_range(partition)
             else:
-                self._problem(message.error())
+                self._errors.take(partition, message.error())
 
     def _check_end(self, partition: int, reached: int) -> None:
         if self._until is None or reached < self._until[partition]:
@@ -264,6 +283,8 @@ class Fetcher:
         if self._mean_size * room > MAX_BYTES:
             room = max(2, int(MAX_BYTES / self._mean_size))
         self.room = room
+        self._bytes_left = MAX_BYTES // 2 - sum([share.size for share in self.shares.values()])
+        room -= max(1, room // REFETCH_ROOM_DIVISOR)  # for what is read again
         for partition, share in self.shares.items():
             now = share.held
             if share.paused_at:
@@ -289,9 +310,10 @@ class Fetcher:
             open_ += 1
             if most is None or now > self.shares[most].held:
                 most = partition
-        if held * 2 <= room and not self._crowded():
+        self._at_once = max(1, room // 4)
+        if 0 < room >= held * 2 and self._bytes_left > 0 and not self._crowded():
             self._full_since = 0.0
-            return held < PLENTY or not self._busy()
+            return held < PLENTY or not self._busy() or held - self._stuck() < PLENTY
         if not self._full_since:
             self._full_since = time.monotonic()
         elif open_ > 1 and most is not None and time.monotonic() - self._full_since > _STUCK:
@@ -307,7 +329,7 @@ class Fetcher:
             TopicPartition(self._topic, partition), timeout=_ASK
         )
         if wanted > end:
-            raise KafkaError(
+            raise BrokerError(
                 f"{self._topic}/{partition}: the log ends at {end} and has been read up to {wanted}: it was "
                 "truncated, or the topic was made anew. The task begins again with what is there"
             )
@@ -328,17 +350,3 @@ class Fetcher:
         share = self.shares[partition]
         share.paused_at = max(1, share.held)
         self._consumer.pause([TopicPartition(self._topic, partition)])
-
-    def _problem(self, error: Any) -> None:
-        """An error the client reports: what does not pass by itself ends the task, the rest is said now and then."""
-        now = time.monotonic()
-        if error.code() not in MISSING:
-            self._missing_since = 0.0
-        elif not self._missing_since:
-            self._missing_since = now  # a broker that has just come back may not know its topics yet
-        gone = bool(self._missing_since) and now - self._missing_since > GONE
-        if error.fatal() or error.code() in LASTING or gone:
-            raise KafkaError(f"topic {self._topic!r} cannot be read: {error.str()}")
-        if now - self._warned > 10:
-            self._warned = now
-            log.warning("the Kafka client reports: %s (it goes on trying)", error.str())

@@ -1,8 +1,8 @@
-"""An app's figures where Spark shows its own: in the progress of the query, and per epoch to whoever listens.
+"""An app's figures in Spark's query progress, and per epoch for listeners.
 
-A Python data source has no metrics of its own in Spark's progress (4.3: its stream takes no ``ReportsSourceMetrics``).
-What there is: ``sources[0].latestOffset`` with the source's ends and the lag when the epoch began, and
-``observedMetrics["keylane"]`` with counts over the outcome rows. The rest comes from the app's telemetry.
+A Python data source cannot add metrics to Spark's progress (4.3: its stream takes no ``ReportsSourceMetrics``).
+Available are ``sources[0].latestOffset``, with the source's end offsets and the lag at the start of the epoch, and
+``observedMetrics["keylane"]``, with counts over the outcome rows. The rest comes from the app's telemetry.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - Spark's custom
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from keylane.core.telemetry import Histogram
-from keylane.core.totals import Totals
-from keylane.errors import KafkaError, SettingsError
-from keylane.kafka.lag import LagMeter
+from keylane.errors import BrokerError, SettingsError
+from keylane.histogram import Histogram
 from keylane.kafka.settings import given_settings
-from keylane.kafka.telemetry_log import TelemetryLog
+from keylane.outcome import Outcome
+from keylane.telemetry.aggregate import Totals
+from keylane.telemetry.lag import LagMeter
+from keylane.telemetry.reader import TelemetryLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,17 +38,17 @@ if TYPE_CHECKING:
         QueryTerminatedEvent,
     )
 
-    from keylane.core.telemetry import Snapshot
+    from keylane.telemetry.snapshot import Snapshot
 
 log = logging.getLogger("keylane.query")
 
 OBSERVED = "keylane"
 _LAST_WORDS = 3.0
-"""Seconds to wait for what the tasks of an epoch said last."""
+"""Seconds to wait for the final telemetry of an epoch's tasks."""
 
 
 def observed(outcomes: DataFrame) -> DataFrame:
-    """The outcome rows, counted as they pass: ``observedMetrics["keylane"]`` of the query's progress."""
+    """Counts over the outcome rows: ``observedMetrics["keylane"]`` of the query's progress."""
 
     def is_(outcome: str) -> Any:
         return F.count_if(F.col("outcome") == outcome).alias(outcome)
@@ -54,38 +56,34 @@ def observed(outcomes: DataFrame) -> DataFrame:
     return outcomes.observe(
         OBSERVED,
         F.count(F.lit(1)).alias("rows"),
-        is_("ok"),
-        is_("dead"),
-        is_("parked"),
-        is_("duplicate"),
+        *(is_(outcome.value) for outcome in Outcome),
         F.count_if(F.col("attempts") > 1).alias("retried"),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochFigures:
-    """One epoch that is over. Of an app without telemetry, or whose tasks did not speak in time, less is known."""
+    """Figures of a finished epoch; incomplete without telemetry, or if tasks did not report in time."""
 
     app: str
     epoch: int
     tasks: int
-    """That were planned; ``told`` of them have said how they ended."""
+    """Planned tasks; ``told`` of them reported their end."""
     told: int
     processed: int
-    dead: int
-    parked: int
-    duplicates: int
+    outcomes: Counter[Outcome]
+    """How those that were processed ended."""
     retries: int
     lag: int | None
-    """When this was put together, a moment after the end; None when the broker did not answer."""
+    """When these figures were collected, just after the end; None if the broker did not answer."""
     latency: Histogram
     """Seconds from a message's timestamp until it was done."""
 
 
 class EpochListener(StreamingQueryListener):
-    """Tells what came of every epoch of an app: ``spark.streams.addListener(EpochListener("shop", "orders", …))``.
+    """Listener for the figures of every epoch: ``spark.streams.addListener(EpochListener("shop", "orders", …))``.
 
-    ``tell`` is called with the :class:`EpochFigures`, in a thread of its own; without it they are a line in the log.
+    ``tell`` is called with the :class:`EpochFigures` in a separate thread; without it they are logged.
     ``kafka.*`` options as for :meth:`keylane.App.start`. Raises :class:`SettingsError` without a broker's address.
     """
 
@@ -99,7 +97,7 @@ class EpochListener(StreamingQueryListener):
         **options: Any,
     ) -> None:
         if tell is not None and not callable(tell):
-            raise SettingsError(f"EpochListener(tell={tell!r}): needs a function that takes EpochFigures")
+            raise SettingsError(f"tell must be a function that takes EpochFigures, got {tell!r}")
         self._app = app
         self._source = source
         self._settings = given_settings(
@@ -111,10 +109,10 @@ class EpochListener(StreamingQueryListener):
         self._thread.start()
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802
-        """Nothing is known so far."""
+        """Do nothing."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
-        """An epoch is over. What is to be found out about it is left to the thread: Spark waits for this call."""
+        """Queue the finished epoch for the thread: Spark waits for this call."""
         for source in event.progress.sources:
             try:
                 end = json.loads(source.endOffset)
@@ -123,10 +121,10 @@ class EpochListener(StreamingQueryListener):
                 continue  # another source
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
-        """Nothing happened."""
+        """Do nothing."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
-        """Its epochs were told."""
+        """Do nothing: its epochs were reported."""
 
     def _follow(self) -> None:
         totals = Totals(since=0.0)
@@ -135,8 +133,12 @@ class EpochListener(StreamingQueryListener):
             epoch, tasks = self._epochs.get()
             try:
                 self._tell(self._figures(records, totals, epoch, tasks))
-            except Exception:  # a listener must not end because of one epoch
-                log.exception("app %r: epoch %d could not be told", self._app, epoch)
+            except Exception:  # one epoch must not end the listener
+                log.exception("app %r: could not report epoch %d", self._app, epoch)
+
+    def _meter(self) -> LagMeter:
+        committed = self._settings.reads_committed("")
+        return LagMeter(self._settings, self._app, self._source, committed=committed)
 
     def _figures(self, records: TelemetryLog, totals: Totals, epoch: int, tasks: int) -> EpochFigures:
         last: list[Snapshot] = []
@@ -144,7 +146,7 @@ class EpochListener(StreamingQueryListener):
         while time.monotonic() < deadline:
             try:
                 totals.take(records.read(0.1))
-            except KafkaError:
+            except BrokerError:
                 time.sleep(0.5)
             run = max(totals.of_epoch(epoch), key=lambda one: one.began, default=None)
             last = [one for one in totals.of_epoch(epoch) if run and one.run == run.run and one.final]
@@ -152,8 +154,8 @@ class EpochListener(StreamingQueryListener):
                 break
         lag = None
         try:
-            lag = LagMeter(self._settings, self._app, self._source).read().lag
-        except KafkaError as error:
+            lag = self._meter().read().lag
+        except BrokerError as error:
             log.warning("app %r: %s", self._app, error)
         latency = Histogram()
         for one in last:
@@ -164,9 +166,7 @@ class EpochListener(StreamingQueryListener):
             tasks=tasks,
             told=len(last),
             processed=sum(one.done for one in last),
-            dead=sum(one.dead for one in last),
-            parked=sum(one.parked for one in last),
-            duplicates=sum(one.duplicates for one in last),
+            outcomes=sum((one.outcomes for one in last), Counter[Outcome]()),
             retries=sum(one.retries for one in last),
             lag=lag,
             latency=latency,
@@ -175,11 +175,12 @@ class EpochListener(StreamingQueryListener):
 
 def _say(figures: EpochFigures) -> None:
     log.info(
-        "app %r, epoch %d: %d processed, %d dead, %d retries, lag %s, %d of %d tasks have told",
+        "app %r, epoch %d: %d processed (%s), %d retries, lag %s, %d of %d tasks reported",
         figures.app,
         figures.epoch,
         figures.processed,
-        figures.dead,
+        ", ".join(f"{figures.outcomes[one]} {one.value}" for one in Outcome if figures.outcomes[one])
+        or "none",
         figures.retries,
         "unknown" if figures.lag is None else figures.lag,
         figures.told,

@@ -1,19 +1,21 @@
-"""The options of a run: Spark's and Kafka's names where they have one."""
+"""The options of a run, with Spark's and Kafka's names where they exist."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from keylane import strict_json as wire
 from keylane.errors import SettingsError
-from keylane.kafka.settings import BOOTSTRAP, KafkaSettings, find_bootstrap
+from keylane.kafka.settings import BOOTSTRAP, client_settings, find_bootstrap
 from keylane.logs import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from keylane.kafka.settings import KafkaSettings
 
 _KNOWN = (
     "bootstrap",
@@ -33,20 +35,20 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How an app runs.
+    """Settings of a run.
 
     ====================== =====================================================================================
     ``bootstrap``          the broker's address; also ``kafka.bootstrap.servers``, or the environment's
                            ``KEYLANE_BOOTSTRAP``
-    ``startingOffsets``    where to begin when the group has no progress yet: ``"earliest"`` (default), ``"latest"``, or
+    ``startingOffsets``    where to start when the group has no progress yet: ``"earliest"`` (default), ``"latest"``, or
                            JSON as for Spark's Kafka source: ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest)
-    ``epoch``              seconds until an epoch ends, drains and is planned anew; 300
-    ``tasks``              at most so many tasks; as many as Spark has slots
+    ``epoch``              seconds per epoch, which then drains and is replanned; 300
+    ``tasks``              largest number of tasks; by default Spark's slots
     ``outcomes``           which outcome rows the query gets: ``"all"``, ``"failed"`` (retried or dead) or ``"none"``;
-                           all, but only failed ones when the sink is ``noop`` and nobody reads them
+                           all, but only failed ones for the sink ``noop``, where nothing reads them
     ``checkpointLocation`` Spark's checkpoint; a temporary one when not given
     ``queryName``          the query's name in Spark; the app's name
-    ``availableNow``       process what is there now and end
+    ``availableNow``       process what the source holds now, then end
     ``format``, ``path``   the query's sink for outcome rows, as of ``writeStream``; ``"noop"``: they go nowhere
     ``logFormat``          how tasks write their logs: ``"text"`` or ``"json"``, a line for every event
     ``kafka.…``            any setting of librdkafka, for SASL, TLS and the like
@@ -67,7 +69,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], topic: str) -> Options:
-        """Options from what the user gave. Raises :class:`SettingsError` that names the option and a near match."""
+        """Build options from the user's. Raises :class:`SettingsError` with the option and a similar name."""
         extra = {}
         for name in given:
             if name in _KNOWN:
@@ -79,7 +81,7 @@ class Options:
             extra[name.removeprefix("kafka.")] = str(given[name])
         bootstrap = find_bootstrap(given.get("bootstrap"), given.get(BOOTSTRAP))
         return cls(
-            settings=KafkaSettings(bootstrap, tuple(sorted(extra.items()))),
+            settings=client_settings(bootstrap, extra),
             starting=_starting(given.get("startingOffsets", "earliest"), topic),
             epoch=_number("epoch", given.get("epoch", 300.0)),
             tasks=None
@@ -106,13 +108,13 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
         number = 0.0
     if isinstance(value, bool) or not 0 < number < inf or (whole and number % 1):
         needed = "whole number of at least 1" if whole else "number above 0"
-        raise SettingsError(f"option {name}={value!r}: needs a {needed}")
+        raise SettingsError(f"option {name} must be a {needed}, got {value!r}")
     return number
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise SettingsError(f"option {name}={value!r}: needs one of {', '.join(choices)}")
+        raise SettingsError(f"option {name} must be one of {', '.join(choices)}, got {value!r}")
     return str(value)
 
 
@@ -126,13 +128,13 @@ def _starting(value: Any, topic: str) -> str | dict[int, int]:
     if value in ("earliest", "latest"):
         return str(value)
     try:
-        offsets = json.loads(value)[topic]
+        offsets = wire.loads(value)[topic]
         found = {int(partition): offset for partition, offset in offsets.items()}
         if any(p < 0 or type(offset) is not int or offset < -2 for p, offset in found.items()):
             raise ValueError(value)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise SettingsError(
-            f'option startingOffsets={value!r}: needs "earliest", "latest" or JSON such as '
-            f'{{"{topic}": {{"0": 23, "1": -2}}}}'
+            'option startingOffsets must be "earliest", "latest" or JSON such as '
+            f'{{"{topic}": {{"0": 23, "1": -2}}}}, got {value!r:.200}'
         ) from None
     return found

@@ -1,4 +1,4 @@
-"""Outcome rows: what Spark gets to see of every message."""
+"""Outcome rows: what Spark receives for every message."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from keylane.core.outcome import Outcome
+from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.skew import HotName
+    from keylane.engine.hot_keys import HotName
 
 DDL = (
     "key BINARY, partition INT, offset BIGINT, event_id STRING, outcome STRING, attempts INT, "
@@ -43,9 +43,9 @@ SCHEMA = pa.schema(
 def to_arrow(
     deliveries: list[Delivery], owner: str, epoch: int, *, results: bool, hot: Collection[HotName] = ()
 ) -> pa.RecordBatch:
-    """One row per delivery, column by column: a dict per row would cost more than the engine does.
+    """Build one row per delivery, column by column: a dict per row would cost more than the engine.
 
-    ``results``: with what the last stage returned. ``hot``: keys that lately made up much of what was read.
+    ``results``: include the last stage's results. ``hot``: keys with a large share of recent messages.
     """
     count = len(deliveries)
     columns = [
@@ -75,5 +75,5 @@ def _result(delivery: Delivery) -> bytes | None:
 def _event_id(delivery: Delivery) -> str:
     try:
         return delivery.event_id
-    except UnicodeDecodeError:  # a header's name is not UTF-8: such a message is dead, its position stands in
+    except UnicodeDecodeError:  # a header name is not UTF-8: such a message is dead; use its position
         return delivery.position

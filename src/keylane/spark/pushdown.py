@@ -1,7 +1,7 @@
-"""What a query's filters say about where to look: which topics, partitions and offsets, and from what time on.
+"""The topics, partitions, offsets and start time that a query's filters select.
 
-Spark evaluates every filter itself all the same. What is made of them here need not be exact, as long as nothing is
-left out that a filter lets through.
+Spark still evaluates every filter itself. The selection here need not be exact, as long as it leaves out nothing that
+a filter accepts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from keylane.kafka.span import Span
+from keylane.kafka.offset_range import OffsetRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Range:
-    """Inclusive on both sides; wider than what was asked for rather than narrower."""
+    """An inclusive range; wider than requested rather than narrower."""
 
     low: float = -inf
     high: float = inf
@@ -45,7 +45,7 @@ class _Range:
 
 @dataclass(slots=True)
 class Narrowing:
-    """Made of filters that all hold. Pickled along with its reader."""
+    """A selection from filters that all hold. Pickled with its reader."""
 
     topics: set[str] | None = None
     partitions: _Range = field(default_factory=_Range)
@@ -53,7 +53,7 @@ class Narrowing:
     times: _Range = field(default_factory=_Range)
 
     def add(self, given: Filter) -> None:
-        """One more of them; those that say nothing about a place or a time change nothing."""
+        """Add a filter; filters on neither a position nor a time change nothing."""
         column: tuple[str, ...] = getattr(given, "attribute", ())
         values = _values(given)
         if len(column) != 1 or not values:
@@ -76,11 +76,11 @@ class Narrowing:
 
     @property
     def since(self) -> int | None:
-        """Milliseconds before which nothing is wanted. There is no such end: times need not rise in a log."""
+        """Earliest wanted timestamp, in ms. There is no latest one: timestamps need not rise in a log."""
         return None if self.times.low == -inf else max(0, int(self.times.low) - 1)
 
-    def apply(self, spans: Iterable[Span]) -> list[Span]:
-        """What is left of them, but for the times."""
+    def apply(self, spans: Iterable[OffsetRange]) -> list[OffsetRange]:
+        """Apply the selection, except times, to these ranges."""
         found = []
         for span in spans:
             if span.partition not in self.partitions:
@@ -90,12 +90,12 @@ class Narrowing:
             start = int(max(span.start, self.offsets.low))
             end = int(min(span.end, self.offsets.high + 1))
             if start < end:
-                found.append(Span(span.topic, span.partition, start, end))
+                found.append(OffsetRange(span.topic, span.partition, start, end))
         return found
 
 
 def _values(given: Filter) -> Sequence[Any]:
-    """What a filter compares with; empty when that says nothing here."""
+    """Return the values that a filter compares with; empty if it cannot be used here."""
     if isinstance(given, In):
         return [value for value in given.value if value is not None]
     if isinstance(

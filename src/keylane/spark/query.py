@@ -1,4 +1,4 @@
-"""Starting an app on Spark, and stopping it so that nothing is left half done."""
+"""Starting an app on Spark, and stopping it with a drain."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from py4j.protocol import Py4JError
 from pyspark.sql.streaming.query import StreamingQuery
 
 from keylane.errors import KeylaneError, SettingsError
-from keylane.kafka.claims import take_over
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.state import order_stop
-from keylane.spark.listener import observed
+from keylane.spark.listener import OBSERVED, observed
 from keylane.spark.options import Options
-from keylane.spark.parcel import Parcel, pack
-from keylane.spark.session import refuse_speculation, use_this_python, with_retries
+from keylane.spark.packaging import AppPackage, pack
+from keylane.spark.scaling_monitor import ScalingMonitor, tasks_for
 from keylane.spark.source import LaneSource, RunPlan
-from keylane.spark.watch import Watch, tasks_for
+from keylane.spark.spark_session import refuse_speculation, use_this_python, with_retries
+from keylane.state.ownership import take_over
+from keylane.state.topic import order_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from keylane.app import App
+    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.query")
 
@@ -31,18 +32,18 @@ log = logging.getLogger("keylane.query")
 class LaneQuery(StreamingQuery):
     """A ``StreamingQuery`` of an app. :meth:`stop` drains first."""
 
-    def __init__(self, query: StreamingQuery, app: App, plan: RunPlan) -> None:
+    def __init__(self, query: StreamingQuery, app: AppSpec, plan: RunPlan) -> None:
         super().__init__(query._jsq)  # noqa: SLF001 - the one way to extend Spark's own object
         self._app = app
         self._plan = plan
         self.drained = False
-        """Whether :meth:`stop` has seen every task drain. Written by who calls it."""
+        """Whether :meth:`stop` saw every task drain. Written by its caller."""
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop fetching, finish what is running, commit, and end the query.
+        """Stop fetching, finish messages in flight, commit, and end the query.
 
-        Returns when all that has happened, or after ``timeout`` seconds (the app's ``drain_timeout`` and a few more):
-        then the query is ended as it is, and what was not done runs again next time.
+        Returns when this is done, or after ``timeout`` seconds (the app's ``drain_timeout`` and a few more): then the
+        query is ended as it is, and unfinished messages run again next time.
         """
         if self.isActive:
             try:
@@ -53,14 +54,14 @@ class LaneQuery(StreamingQuery):
 
     def _drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        partitions = Cluster(self._plan.settings).partitions(self._app.state)  # it may have grown
+        partitions = Cluster(self._plan.settings).partitions(self._app.state)  # the topic may have grown
         order_stop(self._plan.settings, self._app.state, partitions, self._plan.run)
-        # The epoch that was running when the order was written is the next to be reported or the one after it (when
-        # its predecessor's report was still on its way). Epochs that begin after the order end at once.
+        # The epoch that ran when the stop request was written is reported next, or the one after it if the report of
+        # its predecessor was still on its way. Epochs that start after the request end at once.
         last = self._batch() + 2
         while self.isActive and self._batch() < last:
             if time.monotonic() > deadline:
-                log.warning("app %r was not drained within %g s", self._app.name, timeout)
+                log.warning("app %r did not drain within %g s", self._app.name, timeout)
                 return False
             time.sleep(0.05)
         return self.exception() is None
@@ -70,17 +71,26 @@ class LaneQuery(StreamingQuery):
         return -1 if progress is None else int(progress["batchId"])
 
 
-def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> LaneQuery:
+def dead_letters(query: StreamingQuery) -> int:
+    """Count dead letters, parked ones too, in the epochs that Spark remembers (the last 100)."""
+    try:
+        metrics = [progress["observedMetrics"].get(OBSERVED) for progress in query.recentProgress]
+    except (Py4JError, ConnectionError):  # Spark died
+        return 0
+    return sum(int(row["dead"] or 0) + int(row["parked"] or 0) for row in metrics if row)
+
+
+def start(app: AppSpec, spark: SparkSession, *, package: AppPackage | None = None, **given: Any) -> LaneQuery:
     """See :meth:`keylane.App.start`."""
     if app.commit == "epoch":
         if given.get("outcomes", "all") != "all":
             raise SettingsError("commit='epoch' needs outcomes='all': the results are among them")
         if "checkpointLocation" not in given:
             raise SettingsError(
-                "commit='epoch' needs checkpointLocation: it says which epochs Spark has committed to its sink"
+                "commit='epoch' needs checkpointLocation: it records which epochs Spark committed to its sink"
             )
         given = {"outcomes": "all", **given}
-    options, plan = _plan(app, spark, parcel, given)
+    options, plan = _plan(app, spark, package, given)
     writer = (
         observed(_read(spark, plan)).writeStream.format(options.format).queryName(options.name or app.name)
     )
@@ -92,20 +102,24 @@ def start(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **give
         writer = writer.trigger(availableNow=True)
     query = LaneQuery(writer.start(), app, plan)
     if not options.available_now:
-        Watch(query, spark, plan, options.tasks).start()
+        ScalingMonitor(query, spark, plan, options.tasks).start()
     return query
 
 
-def outcomes(app: App, spark: SparkSession, *, parcel: Parcel | None = None, **given: Any) -> DataFrame:
+def outcomes(
+    app: AppSpec, spark: SparkSession, *, package: AppPackage | None = None, **given: Any
+) -> DataFrame:
     """See :meth:`keylane.App.outcomes`."""
     for name in ("checkpointLocation", "queryName", "availableNow", "format", "path"):
         if name in given:
-            raise SettingsError(f"option {name!r} belongs to the writeStream that you start yourself")
-    return _read(spark, _plan(app, spark, parcel, {"outcomes": "all", **given})[1])
+            raise SettingsError(
+                f"option {name!r} is not valid here: set it on the writeStream that you start yourself"
+            )
+    return _read(spark, _plan(app, spark, package, {"outcomes": "all", **given})[1])
 
 
 def _plan(
-    app: App, spark: SparkSession, parcel: Parcel | None, given: dict[str, Any]
+    app: AppSpec, spark: SparkSession, package: AppPackage | None, given: dict[str, Any]
 ) -> tuple[Options, RunPlan]:
     app.check()
     options = Options.parse(given, app.source)
@@ -120,18 +134,21 @@ def _plan(
         since=since,
         app=app.name,
         topic=app.source,
-        parcel=parcel or pack(app),
+        package=package or pack(app),
         settings=options.settings,
         starting=options.starting,
         epoch=options.epoch,
-        tasks=1 if app.order == "global" else tasks_for(spark, options.tasks),
+        tasks=tasks_for(spark, options.tasks, app.order.max_tasks),
         there=cluster.partitions(app.source),
-        order=app.order,
-        split=app.order in ("key", "none") and app.commit == "live",
+        source=cluster.identity(app.source).source,
+        max_tasks=app.order.max_tasks,
+        by_key=app.order.by_key,
+        split=app.order.splittable and app.commit == "live",
         sink_limit=topics.sink_limit,
         sink_stamps=topics.sink_stamps,
         outcomes=options.outcomes,
         commit=app.commit,
+        read_committed=options.settings.reads_committed(app.delivery),
         local=with_retries(spark.sparkContext.master or "") is not None,
         log_format=options.log_format,
     )

@@ -1,4 +1,4 @@
-"""Messages as rows: the columns of Spark's Kafka source, made column by column."""
+"""Messages as rows: the columns of Spark's Kafka source, built column by column."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from keylane.errors import KafkaError, SettingsError
+from keylane.errors import BrokerError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,16 +37,16 @@ _TYPES = {
 
 
 class Rows:
-    """Makes rows with the columns of a schema: all of them, or those that the user named with ``.schema(…)``."""
+    """Builder of rows with a schema's columns: all, or those chosen with ``.schema(…)``."""
 
     def __init__(self, schema: StructType) -> None:
         for column in schema:
             if column.name not in _TYPES:
-                raise SettingsError(f"column {column.name!r} is not known; there are: {', '.join(_TYPES)}")
+                raise SettingsError(f"unknown column {column.name!r}; expected one of {', '.join(_TYPES)}")
             kind = _TYPES[column.name][0]
             if column.dataType.simpleString() != kind:
                 raise SettingsError(
-                    f"column {column.name!r} is a {kind}, not a {column.dataType.simpleString()}; cast it afterwards"
+                    f"column {column.name!r} must be a {kind}, got {column.dataType.simpleString()}: cast it afterwards"
                 )
         self._names = schema.names
         self._schema = pa.schema(
@@ -54,7 +54,7 @@ class Rows:
         )
 
     def to_arrow(self, topic: str, partition: int, messages: Sequence[Any]) -> pa.RecordBatch:
-        """One row per message of this partition."""
+        """Build one row per message of this partition."""
         count = len(messages)
         if "timestamp" in self._names or "timestampType" in self._names:
             kinds, times = zip(*[message.timestamp() for message in messages], strict=True)
@@ -67,7 +67,7 @@ class Rows:
             "partition": lambda: pa.repeat(pa.scalar(partition, pa.int32()), count),
             "offset": lambda: pa.array([message.offset() for message in messages], pa.int64()),
             "timestamp": lambda: _timestamps(kinds, times),
-            # The client counts from 1, and has 0 for none; Kafka and Spark: 0 the writer's, 1 the broker's, -1 none.
+            # The client counts from 1, with 0 for none; Kafka and Spark use 0 writer, 1 broker, -1 none.
             "timestampType": lambda: pa.array([kind - 1 for kind in kinds], pa.int32()),
             "headers": lambda: pa.array([_headers(message) for message in messages], _TYPES["headers"][1]),
         }
@@ -75,7 +75,7 @@ class Rows:
 
 
 def _timestamps(kinds: Sequence[int], times: Sequence[int]) -> pa.Array:
-    """Null where a message carries none."""
+    """Return timestamps, null where a message has none."""
     known: Sequence[int | None] = times
     if 0 in kinds:
         known = [time if kind else None for kind, time in zip(kinds, times, strict=True)]
@@ -86,8 +86,8 @@ def _headers(message: Any) -> list[dict[str, Any]] | None:
     try:
         found = message.headers()
     except UnicodeDecodeError as error:
-        raise KafkaError(
-            f"{message.topic()}/{message.partition()}/{message.offset()}: the name of a header is not UTF-8, which the "
-            "client cannot represent. Read without includeHeaders, or leave this offset out"
+        raise BrokerError(
+            f"{message.topic()}/{message.partition()}@{message.offset()}: a header name is not UTF-8, which the client "
+            "cannot represent. Read without includeHeaders, or skip this offset"
         ) from error
     return [{"key": name, "value": value} for name, value in found] if found else None

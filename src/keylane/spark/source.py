@@ -1,4 +1,4 @@
-"""The data source ``keylane``: the planner that cuts epochs into tasks, and the read that runs them."""
+"""The data source ``keylane``: the planner that divides epochs into tasks, and the reader that runs them."""
 
 from __future__ import annotations
 
@@ -15,60 +15,69 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane import logs
-from keylane.core.murmur2 import partition_of
-from keylane.core.plan import Plan, make_plan
-from keylane.core.ring import ALL
 from keylane.errors import SettingsError
-from keylane.kafka.cluster import Cluster, patient
-from keylane.kafka.seat import seated
-from keylane.kafka.settler import Settler
-from keylane.kafka.state import PLAN, State
-from keylane.kafka.task import Task, TaskPlan
+from keylane.kafka.cluster import TIMEOUT, Cluster, patient
+from keylane.offsets.assignment import Assignment, make_plan
+from keylane.offsets.murmur2 import partition_of
+from keylane.offsets.slots import ALL
 from keylane.spark.outcomes import DDL, to_arrow
-from keylane.spark.places import choose
+from keylane.spark.sticky_assignment import choose
+from keylane.state.labels import Labels
+from keylane.state.topic import FORMER, PLAN, StateTopic
+from keylane.worker.epoch_commit import EpochCommitter
+from keylane.worker.session import partitions_of_last_epoch
+from keylane.worker.task import Task, TaskPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import pyarrow as pa
-    from confluent_kafka import Producer
     from pyspark.sql.types import StructType
 
-    from keylane.app import App
-    from keylane.core.plan import Load
+    from keylane.kafka.client import Producer
     from keylane.kafka.settings import KafkaSettings
-    from keylane.spark.parcel import Parcel
+    from keylane.offsets.assignment import Load
+    from keylane.offsets.identity import AppIdentity, TopicIdentity
+    from keylane.spark.packaging import AppPackage
+    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.task")
 
 EARLIEST, LATEST = -2, -1
 _ENOUGH = 1000
-"""Messages that an epoch must have seen for its load to count."""
+"""Fewest messages of an epoch for its load to count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is the same in every epoch of a run. Travels inside the data source's class."""
+    """Settings that are the same in every epoch of a run. Shipped inside the data source's class."""
 
     run: str
     since: Mapping[int, int]
     """Where the state topic says that the app is this run's, by partition."""
     app: str
     topic: str
-    parcel: Parcel
+    package: AppPackage
     settings: KafkaSettings
     starting: str | Mapping[int, int]
     epoch: float
     tasks: int
     there: int
     """Partitions that the topic had when the run began."""
-    order: str
+    source: TopicIdentity
+    """The topic, when the run began."""
     split: bool
     """Whether several tasks may share a partition."""
     sink_limit: int
     sink_stamps: bool
     outcomes: str
     commit: str
+    max_tasks: int | None = None
+    """How many tasks the app's order allows."""
+    by_key: bool = True
+    """Whether the app's lanes are keys."""
+    read_committed: bool = True
+    """Whether tasks see committed messages only: then a partition ends where its first open transaction begins."""
     local: bool = False
     """Whether all tasks are on one machine, and share Spark's folder there."""
     log_format: str = "text"
@@ -108,20 +117,23 @@ class LaneSource(DataSource):
 class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The planner (in a Python process beside the driver) and the tasks (on the executors).
 
-    An offset is an epoch's number and where each partition stood when it began: the fallback for progress that the
-    group has lost. Kafka's group is the truth.
+    An offset is an epoch's number, where each partition stood when it began, and of which topic: the fallback for
+    progress that the group has lost. Kafka's group is the truth. A source that was deleted and created again is read
+    from its start.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._target: dict[int, int] | None = None
+        self._hidden: dict[int, int] = {}  # where transactions end that were open when the target was taken
         self._tasks = plan.tasks
         # Made in the planner's process, where they are used; never pickled.
         self._cluster: Cluster | None = None
-        self._settler: Settler | None = None
+        self._epoch_committer: EpochCommitter | None = None
         self._producer: Producer | None = None
-        self._view: State | None = None
+        self._view: StateTopic | None = None
         self._viewed: list[int] = []
+        self._labels: Labels = Labels(None)
         self._starts: dict[int, int] = {}  # of the last epoch that was planned
         self._ends: dict[int, int] = {}  # of the source, when it was planned
 
@@ -136,7 +148,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if plan.starting == "earliest":
             starts = beginnings
         else:
-            ends = cluster.ends(plan.topic, partitions)
+            ends = self._visible_ends(partitions)
             chosen = {} if isinstance(plan.starting, str) else plan.starting
             default = LATEST if plan.starting == "latest" else EARLIEST
             named = {EARLIEST: beginnings, LATEST: ends}
@@ -144,51 +156,65 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             for p in partitions:
                 offset = chosen.get(p, default)
                 starts[p] = named[offset][p] if offset in named else offset
-        return _offset(0, starts)
+        return _offset(0, starts, self._identity())
 
     @patient
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Remember where the source ends now; nothing beyond is read."""
-        cluster = self._connect()
-        self._target = cluster.ends(self._plan.topic, range(cluster.partitions(self._plan.topic)))
+        """Remember where the source ends now for its reader; nothing beyond is read."""
+        cluster, topic = self._connect(), self._plan.topic
+        partitions = range(cluster.partitions(topic))
+        self._target = self._visible_ends(partitions)
+        ends = cluster.ends(topic, partitions)
+        self._hidden = {p: end for p, end in ends.items() if end > self._target[p]}
 
     @patient
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
-        """The next epoch; ``start`` again when everything there was is done."""
+        """The next epoch; ``start`` again when everything there was is done, and no operator's command waits."""
         self.commit(start)
         plan, cluster = self._plan, self._connect()
+        identity, given = self._identity(), start
+        if self._is_other(start, identity):
+            start = self._start_over(start)
         known = cluster.topics()
         there = cluster.partitions(plan.topic, among=known)
         adopted = min(there, cluster.partitions(f"{plan.app}.state", among=known))
         partitions = range(adopted)
-        state = self._state(partitions)
+        state = self._state(partitions, identity)
         until = None
+        former = set(state.former)
         if adopted < there:
-            moving = self._in_the_way(cluster, state, start, there)
+            moving = self._in_the_way(cluster, state, start, there, identity)
             if moving is None:  # nothing of the old layout is left to be done
+                former.add(adopted)
+                self._note_former(former)
                 for own in ("dlq", "ledger", "state"):  # the last one says that the others are ready
                     if f"{plan.app}.{own}" in known:
                         cluster.ensure(f"{plan.app}.{own}", there, {})
-                log.warning("%s: the %d new partitions are read from now on", plan.topic, there - adopted)
+                log.warning("topic %s: reading %d new partitions from now on", plan.topic, there - adopted)
                 partitions = range(there)
-                state = self._state(partitions)
+                state = self._state(partitions, identity)
             elif not moving:
+                # The high watermark: a message in an open transaction is older than those in the new partitions.
                 until = cluster.ends(plan.topic, partitions)
             elif self._target is not None:
                 raise SettingsError(f"{_grown(plan.topic, adopted, there)}, and {moving}")
             else:
                 log.warning("%s, and %s", _grown(plan.topic, adopted, there), moving)
-        starts = self._starts = self._positions(cluster, start, partitions)
+        starts = self._starts = self._positions(cluster, start, partitions, identity)
         if self._target is not None:
-            if self._rested(state, starts, self._target):
-                return start
+            if self._rested(state, starts, self._target) and not state.commands:
+                return given  # an operator's command is carried out also when there is nothing to read
             until = (
                 {p: min(self._target.get(p, 0), end) for p, end in until.items()} if until else self._target
             )
         self._tasks = int(state.wanted.get("tasks", plan.tasks))
         shared = self._share_out(state, start, partitions)
-        offset = _offset(start["epoch"] + 1, starts) | {"plan": shared.encode(), "of": there}
+        offset = _offset(start["epoch"] + 1, starts, identity) | {
+            "plan": shared.encode(),
+            "of": len(partitions),
+        }
         offset["order"] = int(state.wanted.get("number", 0))
+        offset["former"] = sorted(former)
         if until is not None:
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
         self._tell(offset)
@@ -201,7 +227,29 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "lag": sum(max(0, end - self._starts.get(p, end)) for p, end in self._ends.items()),
         }
 
-    def _in_the_way(self, cluster: Cluster, state: State, start: dict[str, Any], there: int) -> str | None:
+    @staticmethod
+    def _is_other(offset: dict[str, Any], identity: AppIdentity) -> bool:
+        """Whether the offset is about another topic than the source as it is now."""
+        return bool(offset.get("source") != str(identity.source))
+
+    def _start_over(self, offset: dict[str, Any]) -> dict[str, Any]:
+        """This offset of a topic that is no more, for the one that is there now: from its start, and up to its end."""
+        plan, cluster = self._plan, self._connect()
+        partitions = range(cluster.partitions(plan.topic))
+        log.warning(
+            "reading source from its start topic=%s: it is not the topic that epoch %d was planned for (%s)",
+            plan.topic,
+            offset["epoch"],
+            offset.get("source", "unknown"),
+        )
+        if self._target is not None:
+            self._target = self._visible_ends(partitions)
+        starts = cluster.ends(plan.topic, partitions, earliest=True)
+        return {"epoch": offset["epoch"], "starts": {str(p): at for p, at in starts.items()}}
+
+    def _in_the_way(
+        self, cluster: Cluster, state: StateTopic, start: dict[str, Any], there: int, identity: AppIdentity
+    ) -> str | None:
         """What keeps new partitions from being read: a key that is in one of them now was in another one before.
 
         None when nothing does. Empty when an epoch has to run up to where the old ones end now.
@@ -211,34 +259,42 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         partitions = sorted(self._viewed)
         if sorted(until) != partitions:
             return ""
-        found = cluster.committed(plan.app, plan.topic, partitions)
-        at = {p: offset for p, (offset, _) in found.items()}
+        found = cluster.progress(plan.app, identity.source, partitions)
+        at = {p: committed.offset for p, committed in found.items()}
         if not self._rested(state, {p: at.get(p, 0) for p in partitions}, until):
             return ""
+        if any(at.get(p, 0) < end for p, end in self._hidden.items() if p in partitions):
+            return ""  # what those transactions hold is older than anything in the new partitions
         stopped = [
             record
             for record in state.lanes.values()
             if record.key is not None and partition_of(record.key, there) != record.partition
         ]
-        if not stopped or plan.order != "key":
+        if not stopped or not plan.by_key:
             return None
         names = ", ".join(repr(record.key) for record in stopped[:5])
         return (
-            f"{len(stopped)} stopped lanes have their key there now ({names}): release, skip or redrive them, see "
-            f"'keylane lanes list {plan.app}'. Until then the new partitions are not read"
+            f"{len(stopped)} stopped lanes have their key there now ({names}). The new partitions are not read until "
+            f"you release, skip or redrive them: see 'keylane lanes list {plan.app}'"
         )
 
+    @patient
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
         """The epoch, cut into at most as many tasks as there are slots."""
         if start == end:
             return []
         self.commit(start)  # an epoch that a crash cut off is planned again without being asked for
         plan = self._plan
+        identity = self._identity()
         starts = {int(p): offset for p, offset in end["starts"].items()}
         until = self._target
         if "until" in end:
             until = {int(p): offset for p, offset in end["until"].items()}
-        shared, now = Plan.decode(end["plan"]), time.time()
+        shared, now = Assignment.decode(end["plan"]), time.time()
+        if self._is_other(end, identity):
+            starts = {int(p): offset for p, offset in self._start_over(end)["starts"].items()}
+            until = None if until is None else self._visible_ends(sorted(starts))
+            shared = make_plan(sorted(starts), self._tasks, split=plan.split)
         # An epoch that was cut off may be planned again where there is less room; tasks that wait for others would
         # wait until the end of the epoch.
         if len(shared.tasks) > self._tasks:
@@ -250,6 +306,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 epoch=end["epoch"],
                 task=task,
                 settings=plan.settings,
+                identity=identity,
                 starts={one.partition: starts[one.partition] for one in ranges},
                 cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
                 until=None
@@ -262,6 +319,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 outcomes=plan.outcomes,
                 partitions=end["of"],
                 order=end["order"],
+                former=tuple(end.get("former", ())),
             )
             for task, ranges in enumerate(shared.tasks)
         ]
@@ -272,13 +330,19 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Spark has committed this epoch and all before it."""
         plan = self._plan
         if plan.commit == "epoch":
-            if self._settler is None:
-                self._settler = Settler(plan.settings, plan.app, plan.topic, plan.run, plan.since)
-            self._settler.settle(end["epoch"])
+            identity = self._identity()
+            if self._epoch_committer is not None and self._epoch_committer.identity != identity:
+                self._epoch_committer.close()
+                self._epoch_committer = None
+            if self._epoch_committer is None:
+                self._epoch_committer = EpochCommitter(
+                    plan.settings, plan.app, plan.topic, plan.run, identity, plan.since
+                )
+            self._epoch_committer.settle(end["epoch"])
 
-    def _share_out(self, state: State, start: dict[str, Any], partitions: Sequence[int]) -> Plan:
+    def _share_out(self, state: StateTopic, start: dict[str, Any], partitions: Sequence[int]) -> Assignment:
         """The next epoch's plan, by the last one and the load that its tasks saw."""
-        before = Plan.decode(start["plan"]) if "plan" in start else None
+        before = Assignment.decode(start["plan"]) if "plan" in start else None
         loads: dict[int, Load] = {}
         for partition, found in state.loads.items():
             seen = [load for epoch, load in found.values() if epoch == start["epoch"]]
@@ -288,17 +352,25 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             loads = {}
         return make_plan(partitions, self._tasks, loads=loads, before=before, split=self._plan.split)
 
-    def _state(self, partitions: Sequence[int]) -> State:
+    def _state(self, partitions: Sequence[int], identity: AppIdentity) -> StateTopic:
         """The state topic as it is now, and where the source ends. The planner keeps its view of it."""
         plan = self._plan
         topic = f"{plan.app}.state"
         ends = self._connect().all_ends([plan.topic, topic], partitions)
         self._ends = ends[plan.topic]
-        if self._view is None or list(partitions) != self._viewed:
+        if self._view is None or (list(partitions), identity) != (self._viewed, self._labels.identity):
             if self._view is not None:
                 self._view.close()
-            self._view = State(
-                plan.settings, plan.app, topic, partitions, plan.run, since=plan.since, rests=True
+            self._labels = Labels(identity)
+            self._view = StateTopic(
+                plan.settings,
+                plan.app,
+                topic,
+                partitions,
+                plan.run,
+                since=plan.since,
+                labels=self._labels,
+                rests=True,
             )
             self._viewed = list(partitions)
             self._view.restore()
@@ -306,6 +378,15 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._view.catch_up(ends[topic])
         self._view.rest()
         return self._view
+
+    def _note_former(self, former: Collection[int]) -> None:
+        """Write down how many partitions the source had before: keys of then may be in others now."""
+        if self._producer is None:
+            self._producer = self._plan.settings.producer()
+        topic, value = f"{self._plan.app}.state", json.dumps(sorted(former)).encode()
+        headers: Any = self._labels.of(FORMER)
+        self._producer.produce(topic, value, FORMER, partition=0, headers=headers)
+        self._producer.flush(TIMEOUT)
 
     def _tell(self, offset: dict[str, Any]) -> None:
         """Write the plan down, for people who ask for it."""
@@ -318,7 +399,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._producer.poll(0)
 
     @staticmethod
-    def _rested(state: State, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
+    def _rested(state: StateTopic, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:
         """Whether everything up to the target is done, but what stands in lanes that have stopped."""
         for partition, end in target.items():
             if starts.get(partition, 0) < end:
@@ -327,13 +408,21 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     return False
         return True
 
+    def _visible_ends(self, partitions: Sequence[int]) -> dict[int, int]:
+        """Where each partition of the source ends for a task: what lies beyond is in transactions that are open now."""
+        plan = self._plan
+        return self._connect().ends(plan.topic, partitions, committed=plan.read_committed)
+
+    def _identity(self) -> AppIdentity:
+        return self._connect().identity(self._plan.topic, f"{self._plan.app}.dlq")
+
     def _connect(self) -> Cluster:
         if self._cluster is None:
             self._cluster = Cluster(self._plan.settings)
         return self._cluster
 
     def _positions(
-        self, cluster: Cluster, start: dict[str, Any], partitions: Sequence[int]
+        self, cluster: Cluster, start: dict[str, Any], partitions: Sequence[int], identity: AppIdentity
     ) -> dict[int, int]:
         """Where each partition stands: the group's offset, else what the last epoch began with, else the beginning."""
         plan = self._plan
@@ -341,38 +430,31 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         missing = [p for p in partitions if p not in positions]
         if missing:  # partitions that were added to the topic: everything in them is new
             positions |= cluster.ends(plan.topic, missing, earliest=True)
-        committed = cluster.committed(plan.app, plan.topic, partitions)
-        return positions | {p: offset for p, (offset, _) in committed.items()}
+        found = cluster.progress(plan.app, identity.source, partitions)
+        return positions | {p: committed.offset for p, committed in found.items()}
 
     # The tasks.
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Run one task's epoch."""
         if not isinstance(partition, TaskPartition):
-            raise TypeError(f"not a task's plan: {partition!r}")
+            raise TypeError(f"expected a task's plan, got {partition!r}")
         logs.set_up(_level(), self._plan.log_format)
-        app = self._plan.parcel.open()
+        app = self._plan.package.open()
         plan = _chosen(app, partition)
         context = TaskContext.get()
-        if context is not None and context.attemptNumber():
-            log.warning(
-                "task %d of epoch %d runs again after a failure (attempt %d): it goes on from the last commit",
-                plan.task,
-                plan.epoch,
-                context.attemptNumber() + 1,
-            )
-        task = Task(app, plan)
+        task = Task(app, plan, attempt=1 if context is None else context.attemptNumber() + 1)
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
             yield to_arrow(deliveries, task.owner, plan.epoch, results=results, hot=task.hot)
 
 
-def _chosen(app: App, partition: TaskPartition) -> TaskPlan:
+def _chosen(app: AppSpec, partition: TaskPartition) -> TaskPlan:
     """The plan of this task: the one with the partitions that its worker knows, if it may choose."""
     own, among = partition.plan, partition.among
     if not among:
         return own
-    known = seated(own.settings, app, own.partitions)
+    known = partitions_of_last_epoch(own.settings, app, own.partitions, own.identity)
     wanted = [plan.task for plan in among if sorted(plan.starts) == known]
     folder = Path(SparkFiles.getRootDirectory())
     return among[choose(folder, own.run, own.planned, own.task, len(among), wanted)]
@@ -383,8 +465,12 @@ def _level() -> int:
     return logging.getLevelNamesMapping().get(os.environ.get("KEYLANE_LOG", "").upper(), logging.INFO)
 
 
-def _offset(epoch: int, starts: Mapping[int, int]) -> dict[str, Any]:
-    return {"epoch": epoch, "starts": {str(p): offset for p, offset in sorted(starts.items())}}
+def _offset(epoch: int, starts: Mapping[int, int], identity: AppIdentity) -> dict[str, Any]:
+    return {
+        "epoch": epoch,
+        "starts": {str(p): offset for p, offset in sorted(starts.items())},
+        "source": str(identity.source),
+    }
 
 
 def _grown(topic: str, before: int, now: int) -> str:

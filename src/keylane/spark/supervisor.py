@@ -1,4 +1,4 @@
-"""Starting a query again when Spark has given up on it."""
+"""Supervisor that restarts a failed query."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 from keylane.errors import KeylaneError
-from keylane.spark.failure import cause
+from keylane.spark.failure_report import cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from keylane.spark.failure import Failure
+    from keylane.spark.failure_report import QueryFailure
 
 Q = TypeVar("Q")
 
 FIRST, LONGEST = 1.0, 30.0
-"""Seconds to wait before the first start after a failure; doubled with every further one, up to the second."""
+"""Seconds before the first restart, doubled with every further failure up to the second value."""
 HEALTHY = 60.0
-"""A query that ran for so many seconds was well: its failure is a new one, not the last one again."""
+"""After this many seconds a query counts as healthy, and its failure as a new one."""
 _LOOK = 0.1
 
 
@@ -33,12 +33,12 @@ def supervise(
     asked: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Failure | None:
-    """Start a query and watch it until it ends; start it again when it failed and that may help.
+) -> QueryFailure | None:
+    """Start a query and watch it until it ends; restart it after a failure if that may help.
 
-    ``watch`` returns what the query failed with, None when it ended by itself or because a stop was ``asked`` for.
-    Returns None in these cases too, and else the failure that is not to be tried again. Whatever else the two raise
-    than errors of Spark, Kafka or the app is a bug, and passed on.
+    ``watch`` returns the query's failure, or None if it ended by itself or a stop was ``asked`` for. Returns None in
+    these cases too, otherwise the final failure. Errors other than those of Spark, Kafka or the app are bugs, and
+    are raised.
     """
     in_a_row, wait = 0, FIRST
     while True:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
 
-from keylane.errors import KafkaError, SettingsError
+from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import patient
-from keylane.kafka.extent import Extent
-from keylane.kafka.span import Span, SpanSettings, divide, lost, span_reader
+from keylane.kafka.offset_range import OffsetRange, RangeReaderSettings, lost, span_reader, split
+from keylane.kafka.offset_resolver import OffsetResolver
 from keylane.spark.pushdown import Narrowing
 from keylane.spark.rows import DDL, HEADERS_DDL, Rows
-from keylane.spark.session import use_this_python
+from keylane.spark.spark_session import use_this_python
 from keylane.spark.topic_options import TopicOptions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.datasource import ReadLimit
     from pyspark.sql.types import StructType
 
-    from keylane.kafka.extent import Place
+    from keylane.kafka.offset_resolver import Place
 
 _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
@@ -50,10 +50,10 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(type("TopicSource", (TopicSource,), settings))
 
 
-class SpanPartition(InputPartition):
+class RangePartition(InputPartition):
     """Spark's unit of work: a span."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: OffsetRange) -> None:
         super().__init__(span)
         self.span = span
 
@@ -86,7 +86,7 @@ class TopicSource(DataSource):
         return TopicStreamReader(options, Rows(schema))
 
 
-class _Reading:
+class _TopicReading:
     """What tables and streams share: a span becomes record batches."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
@@ -95,10 +95,10 @@ class _Reading:
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """On an executor: one span. The empty plan of a table that has no rows is a partition of nothing."""
-        if not isinstance(partition, SpanPartition):
+        if not isinstance(partition, RangePartition):
             return
         options, span = self._options, partition.span
-        settings = SpanSettings(
+        settings = RangeReaderSettings(
             kafka=options.settings,
             group=options.group,
             committed=options.committed,
@@ -108,30 +108,30 @@ class _Reading:
             for messages in reader.read(span):
                 yield self._rows.to_arrow(span.topic, span.partition, messages)
 
-    def _extent(self) -> Extent:
+    def _extent(self) -> OffsetResolver:
         options = self._options
-        return Extent(options.settings, options.selection, committed=options.committed)
+        return OffsetResolver(options.settings, options.selection, committed=options.committed)
 
-    def _divided(self, spans: list[Span]) -> list[SpanPartition]:
+    def _divided(self, spans: list[OffsetRange]) -> list[RangePartition]:
         wanted = self._options.min_partitions
         if wanted is not None and wanted > len(spans):
-            spans = divide(spans, wanted)
-        return [SpanPartition(span) for span in spans]
+            spans = split(spans, wanted)
+        return [RangePartition(span) for span in spans]
 
 
-class TopicReader(_Reading, DataSourceReader):
+class TopicReader(_TopicReading, DataSourceReader):
     """A table: what lies between two edges when the query is planned."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         super().__init__(options, rows)
         self._narrowing = Narrowing()
 
-    def partitions(self) -> Sequence[SpanPartition]:
+    def partitions(self) -> Sequence[RangePartition]:
         """Beside the driver. One for each topic's partition, or more: ``minPartitions``."""
         options, extent = self._options, self._extent()
         places = extent.places()
         if not places:
-            raise KafkaError(f"option subscribePattern={options.selection.pattern!r}: no topic is named so")
+            raise BrokerError(f"option subscribePattern={options.selection.pattern!r}: no topic matches it")
         starts = extent.resolve(options.starting, places, fail_on_loss=options.fail_on_loss)
         ends = extent.resolve(options.ending, places, fail_on_loss=options.fail_on_loss)
         if not (options.starting.times or options.ending.times):
@@ -144,7 +144,7 @@ class TopicReader(_Reading, DataSourceReader):
         spans = extent.spans(starts, ends, fail_on_loss=options.fail_on_loss)
         return self._divided(self._narrowed(extent, spans))
 
-    def _narrowed(self, extent: Extent, spans: list[Span]) -> list[Span]:
+    def _narrowed(self, extent: OffsetResolver, spans: list[OffsetRange]) -> list[OffsetRange]:
         narrowing = self._narrowing
         spans = narrowing.apply(spans)
         if narrowing.since is None or not spans:
@@ -166,14 +166,14 @@ class FilteringReader(TopicReader):
         return filters
 
 
-class TopicStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A stream. An offset is, as for Spark's own source, ``{"topic": {"0": 23}}``: where each partition goes on."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         super().__init__(options, rows)
         self._target: dict[Place, int] | None = None
         # Made in the planner's process, where they are used; never pickled.
-        self._asked: Extent | None = None
+        self._asked: OffsetResolver | None = None
         self._latest: dict[Place, int] = {}
         self._told: set[str] = set()  # topics that are gone, and were spoken of
 
@@ -211,7 +211,7 @@ class TopicStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailab
         return _json(self._latest) if self._latest else None
 
     @patient
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[SpanPartition]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[RangePartition]:
         """The micro-batch between two offsets: the same again, whenever it is asked for."""
         begun, ends = _places(start), _places(end)
         # A partition that was added to a topic is new from its first message on.
@@ -220,7 +220,7 @@ class TopicStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailab
         spans = self._connect().spans(starts, wanted, fail_on_loss=self._options.fail_on_loss)
         return self._divided(spans)
 
-    def _connect(self) -> Extent:
+    def _connect(self) -> OffsetResolver:
         if self._asked is None:
             self._asked = self._extent()
         return self._asked
@@ -232,12 +232,12 @@ class TopicStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailab
         missing = {place: at for place, at in begun.items() if place not in ends}
         topics = {topic for topic, _ in missing}
         if topics and self._options.fail_on_loss:
-            raise KafkaError(
-                f"topic {', '.join(map(repr, sorted(topics)))} is being read and does not exist any more. "
-                "With the option failOnDataLoss=false reading goes on without it"
+            raise BrokerError(
+                f"topic {', '.join(map(repr, sorted(topics)))} is being read and no longer exists. "
+                "With the option failOnDataLoss=false, reading continues without it"
             )
         for topic in topics - self._told:
-            lost(f"topic {topic!r} does not exist any more", fail=False)
+            lost(f"topic {topic!r} no longer exists", fail=False)
         self._told = topics
         return {**ends, **missing}
 

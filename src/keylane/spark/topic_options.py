@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane import strict_json as wire
 from keylane.errors import SettingsError
-from keylane.kafka.extent import EARLIEST, LATEST, Edge, Place, Selection
-from keylane.kafka.settings import BOOTSTRAP, KafkaSettings
+from keylane.kafka.offset_resolver import EARLIEST, LATEST, OffsetBound, Place, TopicSelection
+from keylane.kafka.settings import BOOTSTRAP, client_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from keylane.kafka.settings import KafkaSettings
 
 _GROUP = "kafka.group.id"
 _WHICH = ("subscribe", "subscribePattern", "assign")
@@ -61,9 +63,9 @@ class TopicOptions:
 
     settings: KafkaSettings
     group: str
-    selection: Selection
-    starting: Edge
-    ending: Edge
+    selection: TopicSelection
+    starting: OffsetBound
+    ending: OffsetBound
     committed: bool
     min_partitions: int | None
     max_per_trigger: int | None
@@ -80,20 +82,20 @@ class TopicOptions:
         for name in ("maxOffsetsPerTrigger",) if not stream else _ENDS:
             if name in found:
                 kind = "stream, which has no end" if stream else "table; it is for readStream"
-                raise SettingsError(f"option {name!r} makes no sense for a {kind}")
+                raise SettingsError(f"option {name!r} is not valid for a {kind}")
         address = found.get("bootstrap") or found.get(BOOTSTRAP) or bootstrap
         address = address or os.environ.get("KEYLANE_BOOTSTRAP")
         if not address:
             raise SettingsError(
-                f"no broker given: set the option {BOOTSTRAP!r}, or KEYLANE_BOOTSTRAP before register(spark)"
+                f"no broker address: set the option {BOOTSTRAP!r}, or KEYLANE_BOOTSTRAP before register(spark)"
             )
         level = extra.pop(_ISOLATION, "read_committed")  # the consumer's, and nobody else's
         if level not in ("read_committed", "read_uncommitted"):
             raise SettingsError(
-                f"option kafka.{_ISOLATION}={level!r}: needs one of read_committed, read_uncommitted"
+                f"option kafka.{_ISOLATION} must be read_committed or read_uncommitted, got {level!r}"
             )
         return cls(
-            settings=KafkaSettings(address, tuple(sorted(extra.items()))),
+            settings=client_settings(address, extra),
             group=given.get(_GROUP) or "keylane.topic",
             selection=_selection(found),
             starting=_starting(found, stream=stream),
@@ -116,7 +118,7 @@ def _sorted_out(given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str
             found[names[lower]] = value
         elif lower == "path":
             raise SettingsError(
-                f"load({value!r}): there is no path; name the topic with the option 'subscribe'"
+                f"load({value!r}): expected no path; set the topic with the option 'subscribe'"
             )
         elif not lower.startswith("kafka."):
             near = difflib.get_close_matches(lower, names, n=1)
@@ -135,35 +137,35 @@ def _one_of(found: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return given[0] if given else None
 
 
-def _selection(found: Mapping[str, str]) -> Selection:
+def _selection(found: Mapping[str, str]) -> TopicSelection:
     which = _one_of(found, _WHICH)
     if which is None:
         raise SettingsError(
-            "no topic given: set the option 'subscribe' (topics, with commas), 'subscribePattern' or 'assign'"
+            "no topic: set the option 'subscribe' (topics, separated by commas), 'subscribePattern' or 'assign'"
         )
     value = found[which]
     if which == "subscribe":
         topics = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
         if not topics:
-            raise SettingsError(f"option subscribe={value!r}: names no topic")
-        return Selection(topics=topics)
+            raise SettingsError(f"option subscribe must name a topic, got {value!r}")
+        return TopicSelection(topics=topics)
     if which == "subscribePattern":
         try:
             re.compile(value)
         except re.error as error:
             raise SettingsError(
-                f"option subscribePattern={value!r}: no regular expression: {error}"
+                f"option subscribePattern must be a regular expression, got {value!r}: {error}"
             ) from None
-        return Selection(pattern=value)
+        return TopicSelection(pattern=value)
     places = _json(which, value, '{"topic": [0, 2]}', _assigned)
-    return Selection(places=tuple(sorted(set(places))))
+    return TopicSelection(places=tuple(sorted(set(places))))
 
 
-def _starting(found: Mapping[str, str], *, stream: bool) -> Edge:
+def _starting(found: Mapping[str, str], *, stream: bool) -> OffsetBound:
     which = _one_of(found, _STARTS) or "startingOffsets"
     strategy = found.get(_STRATEGY, "error")
     if strategy not in ("error", "latest"):
-        raise SettingsError(f"option {_STRATEGY}={strategy!r}: needs one of error, latest")
+        raise SettingsError(f"option {_STRATEGY} must be error or latest, got {strategy!r}")
     if which != "startingOffsets":
         return _times(which, found[which], or_latest=strategy == "latest")
     edge = _offsets(which, found.get(which, "latest" if stream else "earliest"))
@@ -172,7 +174,7 @@ def _starting(found: Mapping[str, str], *, stream: bool) -> Edge:
     return edge
 
 
-def _ending(found: Mapping[str, str]) -> Edge:
+def _ending(found: Mapping[str, str]) -> OffsetBound:
     which = _one_of(found, _ENDS) or "endingOffsets"
     if which != "endingOffsets":
         return _times(which, found[which], or_latest=True)
@@ -184,42 +186,42 @@ def _ending(found: Mapping[str, str]) -> Edge:
     return edge
 
 
-def _numbers(edge: Edge) -> set[int]:
+def _numbers(edge: OffsetBound) -> set[int]:
     return {edge.at} if isinstance(edge.at, int) else set(edge.at.values())
 
 
-def _offsets(option: str, value: str) -> Edge:
+def _offsets(option: str, value: str) -> OffsetBound:
     named = {"earliest": EARLIEST, "latest": LATEST}
     if value.lower() in named:
-        return Edge(option=option, at=named[value.lower()])
+        return OffsetBound(option=option, at=named[value.lower()])
     like = 'earliest, latest or JSON such as {"topic": {"0": 23, "1": -2}}'
-    return Edge(option=option, at=_json(option, value, like, lambda text: _each(text, EARLIEST)))
+    return OffsetBound(option=option, at=_json(option, value, like, lambda text: _each(text, EARLIEST)))
 
 
-def _times(option: str, value: str, *, or_latest: bool) -> Edge:
+def _times(option: str, value: str, *, or_latest: bool) -> OffsetBound:
     at: int | dict[Place, int]
     if option.endswith("Timestamp") and "Offsets" not in option:
         if not re.fullmatch(r"\s*\d{1,18}\s*", value):
-            raise SettingsError(f"option {option}={value!r}: needs milliseconds since 1970")
+            raise SettingsError(f"option {option} must be milliseconds since 1970, got {value!r}")
         at = int(value)
     else:
         like = 'JSON such as {"topic": {"0": 1700000000000}}, in milliseconds since 1970'
         at = _json(option, value, like, lambda text: _each(text, 0))
-    return Edge(option=option, at=at, times=True, or_latest=or_latest)
+    return OffsetBound(option=option, at=at, times=True, or_latest=or_latest)
 
 
 def _json(option: str, value: str, like: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(value)
     except (TypeError, ValueError, AttributeError):
-        raise SettingsError(f"option {option}={value!r}: needs {like}") from None
+        raise SettingsError(f"option {option} must be {like}, got {value!r:.200}") from None
 
 
 def _each(text: str, least: int) -> dict[Place, int]:
     """``{"topic": {"0": 23}}``. Raises ValueError, TypeError or AttributeError for anything else."""
     found = {
         (topic, int(partition)): number
-        for topic, numbers in json.loads(text).items()
+        for topic, numbers in wire.loads(text).items()
         for partition, number in numbers.items()
     }
     if any(p < 0 or type(number) is not int or number < least for (_, p), number in found.items()):
@@ -229,7 +231,7 @@ def _each(text: str, least: int) -> dict[Place, int]:
 
 def _assigned(text: str) -> list[Place]:
     """``{"topic": [0, 2]}``."""
-    found = [(topic, p) for topic, partitions in json.loads(text).items() for p in partitions]
+    found = [(topic, p) for topic, partitions in wire.loads(text).items() for p in partitions]
     if not found or any(type(p) is not int or p < 0 for _, p in found):
         raise ValueError(text)
     return found
@@ -239,11 +241,11 @@ def _count(name: str, value: str | None) -> int | None:
     if value is None:
         return None
     if not re.fullmatch(r"\d{1,18}", value.strip()) or int(value) < 1:
-        raise SettingsError(f"option {name}={value!r}: needs a whole number of at least 1")
+        raise SettingsError(f"option {name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 
 def _yes(name: str, value: str) -> bool:
     if value.lower() not in ("true", "false"):
-        raise SettingsError(f"option {name}={value!r}: needs one of true, false")
+        raise SettingsError(f"option {name} must be true or false, got {value!r}")
     return value.lower() == "true"

@@ -2,9 +2,29 @@
 
 from keylane.testing.checker import check
 from keylane.testing.clock import StuckError, VirtualLoop, run_virtual
-from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
+from keylane.testing.faults import (
+    Crash,
+    Drain,
+    Fault,
+    Pause,
+    Recut,
+    Redrive,
+    Refuse,
+    Reject,
+    Release,
+    Reset,
+    Skip,
+)
 from keylane.testing.harness import Harness, RunResult
-from keylane.testing.history import Ended, Event, History, HistoryError, HistoryWriter, Kind, read_history
+from keylane.testing.history import (
+    Ended,
+    EventKind,
+    History,
+    HistoryError,
+    HistoryEvent,
+    HistoryWriter,
+    read_history,
+)
 from keylane.testing.log import MemoryLog, MemoryRecord, murmur2, partition_of
 from keylane.testing.results import check_results
 from keylane.testing.sink import Dead, MemorySink, Written
@@ -25,21 +45,24 @@ __all__ = [
     "Dead",
     "Drain",
     "Ended",
-    "Event",
+    "EventKind",
     "Fault",
     "Flaw",
     "Harness",
     "History",
     "HistoryError",
+    "HistoryEvent",
     "HistoryWriter",
-    "Kind",
     "MemoryLog",
     "MemoryRecord",
     "MemorySink",
     "Pause",
+    "Recut",
     "Redrive",
     "Refuse",
+    "Reject",
     "Release",
+    "Reset",
     "ResultsVerdict",
     "RunResult",
     "Sent",

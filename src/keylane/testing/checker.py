@@ -22,20 +22,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from keylane.lanes.ordering import ordering
 from keylane.testing.findings import Findings
-from keylane.testing.history import FINAL, Kind, collector_paused
+from keylane.testing.history import FINAL, EventKind, collector_paused
 from keylane.testing.verdict import Counts, Flaw, Sent, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable
 
-    from keylane.testing.history import Event, History
+    from keylane.lanes.ordering import Ordering, OrderName
+    from keylane.testing.history import History, HistoryEvent
 
 Position = tuple[int, int]
 """Partition and offset."""
-Order = Literal["key", "partition", "global", "none"]
 
 
 def check(
@@ -43,31 +44,42 @@ def check(
     *,
     sent: Mapping[Position, bytes | None] | Iterable[Sent],
     finished: Collection[Position] = (),
+    waiting: Collection[Position] = (),
     duplicates: Mapping[Position, Position] | None = None,
     versions: Mapping[Position, int] | None = None,
     stale: Collection[Position] = (),
+    redriven: Collection[Position] = (),
     allow_repeats: int = 0,
-    order: Order = "key",
+    order: OrderName | Ordering = "key",
+    lanes: Mapping[Position, bytes | None] | None = None,
     min_seen: float = 0.5,
 ) -> Verdict:
     """Judges what a history shows about the messages that were sent.
 
     ``sent`` is every message of the source topic. ``finished`` are those that are known to be finished by other
     evidence than a final end, because a stage cannot see that its failed attempt was the last one: dead letters in
-    their topic. ``duplicates`` are messages that were sent twice, each with the earlier one of its lane that it
-    repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again.
+    their topic. ``waiting`` are those that may not be finished, and are not lost: they wait in a blocked lane, or among
+    the letters of a parked one. ``duplicates`` are messages that were sent twice, each with the earlier one of its lane
+    that it repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again.
 
     ``versions`` are those of the messages of an app that runs by them; a message without one is held to no order.
     ``stale`` are those that were passed over because of theirs.
 
-    ``order`` is the app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. A history
-    that shows fewer than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is
-    not ok.
+    ``redriven`` are dead letters that were redriven: their lanes had gone on, so they may run after later messages. As
+    every other they start when all before them are finished, and nothing that is not redriven goes back behind them.
 
-    Raises ValueError for an order that does not exist.
+    ``order`` is the app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. ``lanes``
+    is the lane of every message that was sent, ``ordering.lane_key(message)``: an ordering that reads messages
+    (``ByHeader``, ``ByField``) needs it, because a history does not show what it reads. A history that shows
+    fewer than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is not ok.
+
+    Raises ValueError for an order that does not exist, or one that needs ``lanes``.
     """
-    if order not in ("key", "partition", "global", "none"):
-        raise ValueError(f"order is key, partition, global or none, not {order!r}")
+    by = ordering(order)
+    if by is None:
+        raise ValueError(f"order is key, partition, global, none or an Ordering, not {order!r}")
+    if by.reads_messages and lanes is None:
+        raise ValueError(f"order={by!r} needs lanes: the lane of every message, by partition and offset")
     keys = (
         dict(sent)
         if isinstance(sent, Mapping)
@@ -75,12 +87,20 @@ def check(
     )
     with collector_paused():
         judge = _Judge(
-            history.events, keys, frozenset(finished), duplicates or {}, order, versions, frozenset(stale)
+            history.events,
+            keys,
+            frozenset(finished),
+            duplicates or {},
+            by,
+            lanes,
+            versions,
+            frozenset(stale),
+            frozenset(redriven),
         )
         judge.run()
         judge.look_for_stale()
-        judge.look_for_loss_and_repeats(allow_repeats)
-        judge.look_for_proof(min_seen)
+        judge.look_for_loss_and_repeats(allow_repeats, frozenset(waiting))
+        judge.look_for_proof(min_seen, frozenset(waiting))
         return judge.verdict()
 
 
@@ -115,27 +135,31 @@ class _Judge:
 
     def __init__(
         self,
-        events: tuple[Event, ...],
+        events: tuple[HistoryEvent, ...],
         sent: dict[Position, bytes | None],
         declared: frozenset[Position],
         duplicates: Mapping[Position, Position],
-        order: Order,
+        order: Ordering,
+        lanes: Mapping[Position, bytes | None] | None,
         versions: Mapping[Position, int] | None,
         stale: frozenset[Position],
+        redriven: frozenset[Position],
     ) -> None:
         self.events = events
         self.sent = sent
         self.duplicates = duplicates
         self.versions = versions
         self.stale = stale
+        self.redriven = redriven
         self.declared = declared | duplicates.keys() | stale
         self.order = order
+        self.given = lanes
         self.alive_until = {event.owner: event.seq for event in events}
         self.lanes = self._make_lanes()
         self.starts: dict[Position, int] = {}  # the highest attempt that was started
         self.finals: dict[Position, int] = {}
         self.again: dict[Position, int] = {}  # repeats of messages that are finished by declaration
-        self.open: dict[Hashable, list[Event]] = {}
+        self.open: dict[Hashable, list[HistoryEvent]] = {}
         self.owner_of: dict[bytes, str | None] = {}  # None: more than one
         self.attempts = 0
         self.retried: set[Position] = set()
@@ -143,15 +167,12 @@ class _Judge:
 
     def _make_lanes(self) -> dict[Hashable, _Lane]:
         lanes: dict[Hashable, _Lane] = {}
-        if self.order == "none":
-            return lanes
-        by_key = self.order == "key"
         for position in sorted(self.sent):
             partition, offset = position
             key = self.sent[position]
-            if (by_key and key is None) or (self.versions is not None and position not in self.versions):
+            name = self._name(key, partition, offset), partition
+            if name[0] is None or (self.versions is not None and position not in self.versions):
                 continue
-            name: Hashable = (key, partition) if by_key else partition
             lane = lanes.get(name)
             if lane is None:
                 lane = lanes[name] = _Lane()
@@ -161,36 +182,37 @@ class _Judge:
                 lane.ranks.sort()
         return lanes
 
+    def _name(self, key: bytes | None, partition: int, offset: int) -> bytes | None:
+        """The message's lane, which may have messages of other partitions, or None."""
+        if self.given is not None:
+            return self.given.get((partition, offset))
+        return key if self.order.by_key else self.order.lane_of(key, partition)
+
     def _rank(self, partition: int, offset: int) -> Rank:
         return 0 if self.versions is None else self.versions[partition, offset], offset
 
     def _told(self, rank: Rank) -> str:
         return f"offset {rank[1]}" if self.versions is None else f"version {rank[0]} (offset {rank[1]})"
 
-    def _lane(self, event: Event) -> _Lane | None:
+    def _lane(self, event: HistoryEvent) -> _Lane | None:
         if self.versions is not None and (event.partition, event.offset) not in self.versions:
             return None
-        return self.lanes.get((event.key, event.partition) if self.order == "key" else event.partition)
+        return self.lanes.get((self._name(event.key, event.partition, event.offset), event.partition))
 
-    def _alone(self, event: Event) -> Hashable:
+    def _alone(self, event: HistoryEvent) -> Hashable:
         """What may have one open attempt only. Two events without a lane share nothing but their own position."""
-        if self.order == "global":
-            return "everything"
-        if self.order == "partition":
-            return event.partition
-        if self.order == "key" and event.key is not None:
-            return event.key
-        return (event.partition, event.offset, event.attempt, event.owner)
+        lane = self._name(event.key, event.partition, event.offset)
+        return lane if lane is not None else (event.partition, event.offset, event.attempt, event.owner)
 
     def run(self) -> None:
-        start = Kind.START
+        start = EventKind.START
         for index, event in enumerate(self.events):
             if event.kind is start:
                 self._start(index, event)
             else:
                 self._end(index, event)
 
-    def _start(self, index: int, event: Event) -> None:
+    def _start(self, index: int, event: HistoryEvent) -> None:
         key, owner = event.key, event.owner
         position = (event.partition, event.offset)
         self.attempts += 1
@@ -212,7 +234,7 @@ class _Judge:
                 other = alive[0]
                 self.findings.add(
                     Flaw.OVERLAP,
-                    f"started while attempt {other.attempt} at {other.partition}/{other.offset} was open"
+                    f"started while attempt {other.attempt} at {other.partition}@{other.offset} was open"
                     f" (owner {other.owner})",
                     index,
                     event,
@@ -222,25 +244,30 @@ class _Judge:
         lane = self._lane(event)
         if lane is not None:
             self._check_order(lane, index, event, opened)
-            lane.last[owner] = self._rank(event.partition, event.offset)
+            rank = self._rank(event.partition, event.offset)
+            if position not in self.redriven:
+                lane.last[owner] = rank
+            else:
+                lane.last[owner] = max(rank, lane.last.get(owner, rank))
             if position not in self.starts:
                 lane.started += 1
         opened.append(event)
         if event.attempt >= self.starts.get(position, 0):
             self.starts[position] = event.attempt
 
-    def _check_order(self, lane: _Lane, index: int, event: Event, opened: list[Event]) -> None:
+    def _check_order(self, lane: _Lane, index: int, event: HistoryEvent, opened: list[HistoryEvent]) -> None:
         offset = event.offset
         rank = self._rank(event.partition, offset)
         own = lane.last.get(event.owner)
-        if own is not None and rank < own:
+        late = (event.partition, offset) in self.redriven
+        if own is not None and rank < own and not late:
             self.findings.add(
                 Flaw.ORDER,
                 f"owner {event.owner} went back: it had started {self._told(own)} before",
                 index,
                 event,
             )
-        if lane.passed and offset in lane.passed:
+        if lane.passed and offset in lane.passed and not late:
             before = lane.passed[offset]
             if event.attempt == before + 1:
                 self.findings.add(
@@ -271,7 +298,7 @@ class _Judge:
                 event,
             )
 
-    def _end(self, index: int, event: Event) -> None:
+    def _end(self, index: int, event: HistoryEvent) -> None:
         alone = self._alone(event)
         opened = self.open.get(alone, [])
         for place, other in enumerate(opened):
@@ -287,7 +314,8 @@ class _Judge:
             del self.open[alone]  # of no lane: nothing will ask for it again
         if event.outcome in FINAL:
             position = (event.partition, event.offset)
-            self.finals[position] = self.finals.get(position, 0) + 1
+            if event.outcome != "dead" or position not in self.redriven:  # else its end is still to come
+                self.finals[position] = self.finals.get(position, 0) + 1
             lane = self._lane(event)
             if lane is not None:
                 lane.finish(bisect_left(lane.ranks, self._rank(event.partition, event.offset)))
@@ -315,10 +343,10 @@ class _Judge:
                     message=message,
                 )
 
-    def look_for_loss_and_repeats(self, allow_repeats: int) -> None:
+    def look_for_loss_and_repeats(self, allow_repeats: int, waiting: frozenset[Position]) -> None:
         self.lost = tuple(
             Sent(self.sent[position], *position)
-            for position in sorted(self.sent.keys() - self.finals.keys() - self.declared)
+            for position in sorted(self.sent.keys() - self.finals.keys() - self.declared - waiting)
         )
         more = {position: count - 1 for position, count in self.finals.items() if count > 1}
         for position, count in self.again.items():
@@ -344,8 +372,10 @@ class _Judge:
             detail = f"finished {more[position] + 1} times, {allow_repeats + 1} allowed"
             self.findings.add(Flaw.REPEAT, detail, index, self.events[index])
 
-    def look_for_proof(self, min_seen: float) -> None:
-        seen = sum(1 for position in self.sent if position in self.starts or position in self.declared)
+    def look_for_proof(self, min_seen: float, waiting: frozenset[Position]) -> None:
+        seen = sum(
+            1 for position in self.sent if position in self.starts or position in self.declared | waiting
+        )
         if not self.sent or not self.events:
             self.findings.add(
                 Flaw.THIN, f"{len(self.sent)} messages sent, {len(self.events)} events in the history"
@@ -355,7 +385,7 @@ class _Judge:
                 Flaw.THIN,
                 f"{seen} of {len(self.sent)} messages were seen, at least {min_seen:.0%} are needed",
             )
-        elif self.order != "none" and all(lane.started < 2 for lane in self.lanes.values()):
+        elif self.order.has_lanes and all(lane.started < 2 for lane in self.lanes.values()):
             self.findings.add(
                 Flaw.THIN, "no lane has two messages that were started: order was never put to the test"
             )
@@ -378,7 +408,7 @@ class _Judge:
             affinity=one_owner / len(self.owner_of) if self.owner_of else 1.0,
         )
 
-    def _line(self, event: Event) -> Hashable:
+    def _line(self, event: HistoryEvent) -> Hashable:
         """What belongs on one timeline: the lane, or without one the message."""
         alone = self._alone(event)
         return alone if not isinstance(alone, tuple) else alone[:2]

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 _GRACE = 0.5
 """Real seconds in which a thread that the loop knows nothing of may still wake it."""
+_POLLED = 16
+"""Rounds of a busy loop between two looks at what threads have sent it."""
 
 
 class StuckError(KeylaneError, RuntimeError):
@@ -108,8 +110,12 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self, idle: Callable[[float | None, _Select], _Ready]) -> None:
         super().__init__()
         self._idle = idle
+        self._asked = 0
 
     def select(self, timeout: float | None = None) -> _Ready:
+        self._asked += 1
+        if timeout is not None and timeout <= 0 and self._asked % _POLLED:
+            return []  # what is ready in the loop comes first; a thread can wait for a few rounds
         events = super().select(0)
         if events or (timeout is not None and timeout <= 0):
             return events

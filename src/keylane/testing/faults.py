@@ -24,6 +24,14 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recut:
+    """A drain; from the next epoch on so many ``tasks`` share out every partition's keys."""
+
+    at: float
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """From this virtual second the sink acknowledges nothing, for so many seconds: a slow broker."""
 
@@ -37,6 +45,15 @@ class Refuse:
 
     at: float
     for_: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """From this virtual second the sink rejects single results, for so many seconds: each with this chance."""
+
+    at: float
+    for_: float
+    chance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +74,24 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redrive:
-    """An operator redrives the lane of this key: all its letters, before anything newer."""
+    """An operator redrives the lane of this key: all its letters, before anything newer.
+
+    A redrive that a crash cuts off is standing: the next task goes on with it.
+    """
 
     at: float
     key: bytes
 
 
-Action = Release | Skip | Redrive
-Fault = Crash | Drain | Pause | Refuse | Action
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reset:
+    """An operator says how far the entity of this key is: the version after ``to`` is next; None: it begins anew."""
+
+    at: float
+    key: bytes
+    to: int | None = None
+
+
+Action = Release | Skip | Redrive | Reset
+Fault = Crash | Drain | Recut | Pause | Refuse | Reject | Action
 """What happens in a run besides the messages."""

@@ -11,7 +11,7 @@ from keylane.testing.verdict import Violation
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from keylane.testing.history import Event
+    from keylane.testing.history import HistoryEvent
     from keylane.testing.verdict import Flaw, Sent
 
 _KEPT = 10  # of each kind; a broken run has thousands, and one shows the bug
@@ -30,7 +30,7 @@ class Findings:
         flaw: Flaw,
         detail: str,
         index: int | None = None,
-        event: Event | None = None,
+        event: HistoryEvent | None = None,
         message: Sent | None = None,
         *,
         key: bytes | None = None,
@@ -59,7 +59,7 @@ class Findings:
         return tuple(violation for _, violation in self._kept)
 
     def with_timelines(
-        self, events: Sequence[Event], line_of: Callable[[Event], Hashable]
+        self, events: Sequence[HistoryEvent], line_of: Callable[[HistoryEvent], Hashable]
     ) -> tuple[Violation, ...]:
         """Those that were kept, in the order of their events, each with the events of the same line around it."""
         lines: dict[Hashable, list[int]] = {

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from keylane.core.outcome import Outcome
-from keylane.core.progress import LIMIT, decode, encode
-from keylane.core.record import KEYLESS, LANE, Stop, decode_lane
-from keylane.core.watermark import Watermark
 from keylane.engine.duplicates import Duplicates
-from keylane.engine.engine import Engine
-from keylane.engine.pipeline import decoder, open_pipeline
-from keylane.engine.redrive import Found, Redriver
+from keylane.engine.stages import decoder, open_pipeline
 from keylane.engine.versions import reader_of
-from keylane.engine.versionstore import VersionStore
-from keylane.errors import KeylaneError
+from keylane.errors import SettingsError
+from keylane.event import encode_key, encode_value
+from keylane.lanes.lane_record import LaneStatus
 from keylane.message import Message
+from keylane.offsets.slots import SLOTS, Slots
+from keylane.spec import AppSpec, ResourceSpec
 from keylane.testing.checker import check
 from keylane.testing.clock import run_virtual
-from keylane.testing.faults import Crash, Drain, Fault, Pause, Redrive, Refuse, Release, Skip
-from keylane.testing.history import Event, History, Kind
+from keylane.testing.durable import DurableState
+from keylane.testing.faults import (
+    Crash,
+    Drain,
+    Fault,
+    Pause,
+    Recut,
+    Redrive,
+    Refuse,
+    Reject,
+    Release,
+    Reset,
+    Skip,
+)
+from keylane.testing.history import EventKind, History, HistoryEvent
+from keylane.testing.life import ORDER, TaskLife, World, lanes
 from keylane.testing.log import MemoryLog, partition_of
 from keylane.testing.sink import MemorySink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
-    from keylane.app import App, Observer
-    from keylane.core.record import Kept, LaneRecord
-    from keylane.engine.delivery import Delivery
-    from keylane.engine.versionstore import Entry, Name
+    from keylane.app import App
+    from keylane.lanes.lane_record import LaneRecord
     from keylane.message import Headers
+    from keylane.spec import Observer
     from keylane.testing.checker import Position
     from keylane.testing.sink import Dead, Written
     from keylane.testing.verdict import Verdict
@@ -52,6 +62,8 @@ class RunResult:
     """Partition and offset of the messages that did not run because they repeat another one; each once, sorted."""
     stale: list[Position]
     """The same of messages that did not run because their lane had gone beyond their version."""
+    waiting: list[Position]
+    """The same of messages that are not done, and not lost: in blocked lanes, or among the letters of parked ones."""
     history: History
     verdict: Verdict
     """The history as :func:`keylane.testing.check` judges it: one repeat of a message is allowed per fault survived."""
@@ -81,64 +93,91 @@ class Harness:
 
     ``faults`` happen at their virtual second, if the run lasts that long. ``latency`` is how many virtual seconds the
     sink takes to acknowledge, a number or a pair to draw between: in order in each of its partitions, in any order
-    otherwise. ``holes`` is the chance of a hole in the log before a message. ``limit`` are the virtual seconds that a
-    run may take after the last arrival. ``seed`` decides backoffs, latencies, holes, and what a crash leaves behind.
+    otherwise. ``letters`` is the same of dead letters (as ``latency``, if not given), ``commits`` of the state topic,
+    and ``reading`` of what is read: an epoch's first messages, and letters for a redrive. ``holes`` is the chance of a
+    hole in the log before a message. ``limit`` are the virtual seconds that a run may take after the last arrival.
+    ``seed`` decides backoffs, latencies, holes, and what a crash leaves behind. ``resources`` are objects that stages
+    get in place of the app's own resources, by name; those are not opened.
 
     Raises :class:`keylane.SettingsError` when the app cannot run.
     """
 
     def __init__(
         self,
-        app: App,
+        app: App | AppSpec,
         *,
         partitions: int = 3,
         seed: int = 0,
         faults: Iterable[Fault] = (),
         latency: float | tuple[float, float] = 0.001,
+        letters: float | tuple[float, float] | None = None,
+        commits: float | tuple[float, float] | None = None,
+        reading: float | tuple[float, float] = 0.0,
         holes: float = 0.0,
         limit: float = 86_400.0,
+        resources: Mapping[str, Any] | None = None,
     ) -> None:
-        app.check()
+        spec = app if isinstance(app, AppSpec) else app.spec
+        spec.check()
         faults = sorted(faults, key=lambda fault: fault.at)
+        _check_faults(spec, faults)
         self.log = MemoryLog(partitions=partitions)
-        self._recorder = _Recorder(app.observer)
-        self._app = copy.copy(app)
-        self._app.observer = self._recorder
+        self._recorder = _Recorder(spec.observer)
+        self._app = spec.with_resources(_replaced(spec, resources or {}))
         self._rng = random.Random(f"engine/{seed}")
         self._sink = MemorySink(
-            app,
+            self._app,
             self.log,
             rng=random.Random(f"sink/{seed}"),
-            latency=latency if isinstance(latency, tuple) else (latency, latency),
+            latency=_pair(latency),
+            letters=None if letters is None else _pair(letters),
+            commits=None if commits is None else _pair(commits),
             pauses=[fault for fault in faults if isinstance(fault, Pause)],
             refusals=[fault for fault in faults if isinstance(fault, Refuse)],
+            rejections=[fault for fault in faults if isinstance(fault, Reject)],
         )
-        self._breaks = deque(fault for fault in faults if isinstance(fault, Crash | Drain))
-        self._actions = deque(fault for fault in faults if isinstance(fault, Release | Skip | Redrive))
-        self._redriven: set[int] = set()
-        self._duplicates: set[Position] = set()
-        self._stale: set[Position] = set()
-        self._versions: dict[Name, Entry] = {}  # as they were committed
+        self._breaks = deque(fault for fault in faults if isinstance(fault, Crash | Drain | Recut))
+        self._actions = deque(
+            fault for fault in faults if isinstance(fault, Release | Skip | Redrive | Reset)
+        )
         self._holes = holes
         self._limit = limit
         self._unsent: list[tuple[float, bytes | None, bytes | None, Headers]] = []
-        self._arrivals: dict[tuple[int, int], float] = {}
-        self._committed: dict[int, tuple[int, str]] = {}  # offset and metadata, as Kafka's group keeps them
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._world = World(
+            log=self.log, durable=DurableState(spec), sink=self._sink, rng=self._rng, reading=_pair(reading)
+        )
+        self._arrivals = self._world.arrivals
+        self._tasks = 1
+        self._ordered = 0
+        self._lanes: dict[Position, bytes | None] | None = None
+        """When keys and partitions do not tell."""
         self._epochs = 0
         self._broken = 0
         self._now = 0.0
 
     def send(
         self,
+        value: Any = None,
         *,
-        key: bytes | None,
-        value: bytes | None,
-        headers: Iterable[tuple[str, bytes | None]] = (),
+        key: Any = None,
+        headers: Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None] = (),
         at: float = 0.0,
     ) -> None:
-        """A message that arrives at this virtual second. Messages of the same second arrive as they were sent."""
-        self._unsent.append((at, key, value, list(headers)))
+        """A message that arrives at this virtual second. Messages of the same second arrive as they were sent.
+
+        Key, value and headers as :meth:`keylane.Publisher.send` takes them: bytes, text, anything JSON.
+        """
+        pairs = headers.items() if isinstance(headers, Mapping) else headers
+        made: Headers = [(name, text.encode() if isinstance(text, str) else text) for name, text in pairs]
+        self._unsent.append((at, None if key is None else encode_key(key), encode_value(value), made))
+
+    def rewind(self, partition: int, offset: int) -> None:
+        """Move the group's offset back, as an operator does between two runs: messages from there on run again."""
+        self._world.durable.rewind(partition, offset)
+
+    def add_partitions(self, partitions: int) -> None:
+        """The source has so many partitions from the next run on: keys move, after all that was sent is done."""
+        self.log.grow(partitions)
 
     def run(self) -> RunResult:
         """Run until everything sent is done. More can be sent afterwards, and run: time goes on where it stood.
@@ -159,31 +198,74 @@ class Harness:
         run_virtual(self._run(), start=self._now, limit=max(last, self._now) + self._limit)
         history = History(events=tuple(self._recorder.events))
         sent = {(r.partition(), r.offset()): r.key() for r in self.log.records(source)}
+        if self._app.order.reads_messages:
+            self._lanes = {
+                (r.partition(), r.offset()): self._app.order.lane_key(Message(r))
+                for r in self.log.records(source)
+            }
+        waiting = self._waiting(sent)
         return RunResult(
             results=list(self._sink.results),
             dead=list(self._sink.dead_letters),
-            duplicates=sorted(self._duplicates),
-            stale=sorted(self._stale),
+            duplicates=sorted(self._world.duplicates),
+            stale=sorted(self._world.stale),
+            waiting=sorted(waiting),
             history=history,
             verdict=check(
                 history,
                 order=self._app.order,
+                lanes=self._lanes,
                 sent=sent,
-                finished=self._duplicates.union(
-                    (d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"
+                finished=self._world.duplicates.union(
+                    self._sink.undone,
+                    ((d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"),
                 ),
+                waiting=waiting,
                 duplicates=self._sent_twice(),
                 versions=self._sent_versions(),
-                stale=self._stale,
+                stale=self._world.stale,
+                redriven=self._world.redriven,
                 allow_repeats=self._broken,
             ),
             elapsed=self._now,
             epochs=self._epochs,
         )
 
+    def _waiting(self, sent: Mapping[Position, bytes | None]) -> set[Position]:
+        """Messages that are not done because their lane is blocked, and those among the letters of parked lanes."""
+        redriven = self._world.durable.redriven
+        found = {
+            (dead.partition, dead.offset)
+            for letter, dead in enumerate(self._sink.dead_letters)
+            if dead.kind == "parked" and letter not in redriven
+        }
+        blocked = [record for record in lanes(self._sink) if record.stop is LaneStatus.BLOCKED]
+        if not blocked:
+            return found
+        parts = {partition: self._world.durable.begin(partition) for partition in range(self.log.partitions)}
+        for place, key in sent.items():
+            partition, offset = place
+            if parts[partition].was_done(key, offset):
+                continue
+            for record in blocked:
+                at = record.partition, record.offset
+                same = place == at or (
+                    self._behind(record, partition, offset, key) and (partition != at[0] or offset > at[1])
+                )
+                if same:
+                    found.add(place)
+                    break
+        return found
+
+    def _behind(self, record: LaneRecord, partition: int, offset: int, key: bytes | None) -> bool:
+        """Whether this message is in the lane of this record."""
+        known = self._lanes
+        lane = self._app.order.lane_of(key, partition) if known is None else known[partition, offset]
+        return lane is not None and lane == record.key
+
     def _sent_twice(self) -> dict[Position, Position]:
         """What the log says about messages that repeat others. One that went to the letters may run from there."""
-        found = Duplicates(self._app.idempotency if self._app.order != "none" else None)
+        found = Duplicates(self._app.idempotency, self._app.order)
         records = list(self.log.records(self._app.source))
         found.arrived(records, [Message(record) for record in records])
         parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
@@ -208,237 +290,165 @@ class Harness:
         more = True
         while more:
             self._epochs += 1
-            self._recorder.owner = f"epoch-{self._epochs}"
             more = await self._epoch()
         self._now = asyncio.get_running_loop().time()
 
     async def _epoch(self) -> bool:
-        """One life of a task; whether another one is needed."""
-        loop, app = asyncio.get_running_loop(), self._app
-        marks = {partition: self._restore(partition) for partition in range(self.log.partitions)}
-        moved, progressed = asyncio.Event(), asyncio.Event()
-        store = VersionStore(recent=3)  # so few that most are asked for in its file
-        for name, entry in self._versions.items():
-            store.put(name, *entry)
-
-        def done(deliveries: list[Delivery]) -> None:
-            for delivery in deliveries:
-                trouble = delivery.trouble
-                if delivery.outcome is Outcome.DUPLICATE:
-                    self._duplicates.add((delivery.partition, delivery.offset))
-                elif delivery.outcome is Outcome.STALE:
-                    self._stale.add((delivery.partition, delivery.offset))
-                if trouble is None or trouble.letter is None:
-                    marks[delivery.partition].done([delivery.offset])
-                    continue
-                if delivery.outcome is not Outcome.PARKED:
-                    self._redriven.add(trouble.letter)
-                    if engine.versions is not None:  # they are written down together
-                        name = delivery.partition, delivery.key or b""
-                        self._versions |= {n: e for n, e in engine.versions.changed().items() if n == name}
-                redriver.done(delivery)
-            moved.set()
-            progressed.set()
-
-        away = dict.fromkeys(marks, 0)  # messages of which the engine keeps only the places
-
-        def let_go(partition: int, count: int) -> None:
-            away[partition] += count
-            moved.set()
-
-        async def work() -> None:
-            feeds = [self._feed(engine, p, mark, moved, away) for p, mark in marks.items()]
-            await asyncio.gather(self._act(engine, redriver), *feeds)
-            await engine.finish()
-
-        async def commits() -> None:
-            while True:
-                # No timer while nothing moves: a loop at rest is how a stuck one is recognised.
-                await progressed.wait()
-                progressed.clear()
-                await asyncio.sleep(app.commit_interval)
-                self._commit(marks, engine)
-
-        async with open_pipeline(app) as steps:
-            engine = Engine(
-                app,
-                steps,
-                self._sink,
-                on_done=done,
-                fetch=lambda *asked: self._fetch(engine, *asked),
-                let_go=let_go,
-                progress=lambda partition: marks[partition].progress(),
-                store=store,
-                wall=loop.time,
-                rng=self._rng.random,
-            )
-            redriver = Redriver(engine)
-            redriving = self._actions and isinstance(self._actions[0], Redrive)
-            begun = redriving and self._actions[0].at <= loop.time()
-            held = self._lane(engine, self._actions[0].key) if begun else None
-            engine.restore(self._kept, self._lanes(marks), [held] if held is not None else ())
-            tasks = [loop.create_task(work()), loop.create_task(commits())]
+        """One life of all tasks; whether another one is needed."""
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            tasks = [await self._begin(stack, number) for number in range(self._tasks)]
+            jobs = [loop.create_task(self._work(tasks))]
+            for task in tasks:
+                jobs += [loop.create_task(task.commits()), loop.create_task(task.clerk.run())]
             drain_timeout = 0.0
             try:
                 wait = self._breaks[0].at - loop.time() if self._breaks else None
-                waiting: list[asyncio.Future[None]] = [*tasks, engine.failure]
+                waiting: list[asyncio.Future[None]] = [*jobs, *(task.engine.failure for task in tasks)]
                 over, _ = await asyncio.wait(waiting, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 for ended in over:
                     ended.result()
-                if over or isinstance(self._next_break(), Drain):
-                    drain_timeout = app.drain_timeout
+                if over or not isinstance(self._next_break(), Crash):
+                    drain_timeout = self._app.drain_timeout
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await engine.drain(drain_timeout)  # 0 seconds: everything that runs is cancelled
-            if drain_timeout:
-                self._commit(marks, engine)
-            else:
-                self._sink.crash()
+                for job in jobs:
+                    job.cancel()
+                await asyncio.gather(*jobs, return_exceptions=True)
+                # 0 seconds: everything that runs is cancelled
+                await asyncio.gather(*(task.engine.drain(drain_timeout) for task in tasks))
+            for task in reversed(tasks):  # who has the group's offset goes last
+                if drain_timeout:
+                    await task.commit()
+                    task.output.close()
+                else:
+                    task.output.crash()
         # The clock stands still while a thread runs: after this nothing is left of the epoch.
         await asyncio.sleep(1e-6)
         return not over
 
-    async def _act(self, engine: Engine, redriver: Redriver) -> None:
+    async def _begin(self, stack: AsyncExitStack, number: int) -> TaskLife:
+        owner = f"epoch-{self._epochs}" if self._tasks == 1 else f"epoch-{self._epochs}/{number}"
+        app = replace(self._app, observer=_Owner(self._recorder, owner))
+        steps = await stack.enter_async_context(open_pipeline(app))
+        slots = Slots(SLOTS * number // self._tasks, SLOTS * (number + 1) // self._tasks - 1)
+        plan = dict.fromkeys(range(self.log.partitions), slots)
+        return TaskLife(app, steps, self._world, plan, first=not number)
+
+    async def _work(self, tasks: list[TaskLife]) -> None:
+        feeds = [task.feed(partition) for task in tasks for partition in task.parts]
+        await asyncio.gather(self._act(tasks), *feeds)
+        for task in tasks:
+            await task.rest()
+
+    async def _act(self, tasks: list[TaskLife]) -> None:
         """What operators do. An action that a crash cuts off is taken up again by the next epoch."""
         loop = asyncio.get_running_loop()
         while self._actions:
             action = self._actions[0]
             await asyncio.sleep(max(0.0, action.at - loop.time()))
-            if isinstance(action, Release):
-                engine.stops.release(action.key)
-            elif isinstance(action, Skip):
-                engine.stops.skip(action.key)
-            else:
-                lane = self._lane(engine, action.key)
-                if lane is not None:
-                    engine.stops.hold(lane)
-                    await redriver.settled([lane])
-                await redriver.run(self._letters(action.key))
-                if lane is not None:
-                    engine.stops.let_go(lane)
+            if isinstance(action, Redrive):
+                self._order(action.key, tasks)
+                self._actions.popleft()
+                continue
+            partition = partition_of(action.key, self.log.partitions)
+            task = next(task for task in tasks if task.owns(partition, action.key))
+            engine = task.engine
+            if isinstance(action, Release | Skip):
+                found = engine.stopped_lanes.records.get(action.key)
+                if found is not None:  # the message that is blocked when the operator looks
+                    act = (
+                        engine.stopped_lanes.release
+                        if isinstance(action, Release)
+                        else engine.stopped_lanes.skip
+                    )
+                    act(action.key, found.partition, found.offset)
+            elif engine.versions is not None:
+                name = partition, action.key
+                self._world.durable.write_versions({name: engine.versions.reset(*name, action.to)})
             while engine.promised:  # noqa: ASYNC110 - an order stands until what it did is written down
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.01)
             self._actions.popleft()
 
-    def _lane(self, engine: Engine, key: bytes) -> bytes | None:
-        return engine.lane_key(key, partition_of(key, self.log.partitions))
+    def _order(self, key: bytes, tasks: list[TaskLife]) -> None:
+        """From now on a redrive of this key is ordered, in each partition that has letters of it."""
+        partitions = {dead.partition for dead in self._sink.dead_letters if dead.key == key}
+        for partition in sorted(partitions | {partition_of(key, self.log.partitions)}):
+            self._ordered += 1
+            number = b"%d" % self._ordered
+            self._sink.notes[partition, ORDER + key] = number
+            task = next(task for task in tasks if task.owns(partition, key))
+            task.clerk.take(partition, key, number)
 
-    def _letters(self, key: bytes) -> list[Found]:
-        """This lane's letters that have not been redriven, each message once."""
-        found: dict[tuple[int, int], Found] = {}
-        for letter, dead in enumerate(self._sink.dead_letters):
-            place = dead.partition, dead.offset
-            if dead.key == key and letter not in self._redriven and dead.kind != "archived":
-                record = self.log.records(self._app.source, dead.partition, start=dead.offset)[0]
-                if place in found:
-                    self._redriven.add(letter)
-                else:
-                    found[place] = Found(letter=letter, record=record, redrives=0)
-        return list(found.values())
-
-    def _next_break(self) -> Crash | Drain:
+    def _next_break(self) -> Crash | Drain | Recut:
         self._broken += 1
-        return self._breaks.popleft()
+        found = self._breaks.popleft()
+        if isinstance(found, Recut):
+            self._tasks = found.tasks
+        return found
 
-    async def _feed(
-        self,
-        engine: Engine,
-        partition: int,
-        mark: Watermark,
-        moved: asyncio.Event,
-        away: Mapping[int, int],
-    ) -> None:
-        """Hand over one partition as its messages arrive, as far as its share of the capacity allows."""
-        loop, share = asyncio.get_running_loop(), max(1, self._app.capacity // self.log.partitions)
-        begin, rule = mark.value, self._app.idempotency
-        start = begin if rule is None else rule.since(begin)
-        records = deque(self.log.records(self._app.source, partition, start=start))
-        while records:
-            wait = self._arrivals[partition, records[0].offset()] - loop.time()
-            if wait > 0:
-                await asyncio.sleep(wait)
-                continue
-            if mark.pending - away[partition] >= share:
-                moved.clear()
-                await moved.wait()
-                continue
-            record = records.popleft()
-            offset = record.offset()
-            if offset < begin or (mark.restoring and not mark.wanted(offset)):
-                engine.seen_before([record])
-            else:
-                mark.deliver([offset])
-                engine.accept([record])
-            mark.reach(offset + 1)
 
-    def _restore(self, partition: int) -> Watermark:
-        restored = decode(*self._committed.get(partition, (0, None)))
-        if restored.problem is not None:
-            raise KeylaneError(f"committed progress of partition {partition}: {restored.problem}")
-        return Watermark(restored.progress)
+def _check_faults(app: AppSpec, faults: Iterable[Fault]) -> None:
+    """Raises :class:`SettingsError` for faults that cannot happen to an app with this order."""
+    for fault in faults:
+        if isinstance(fault, Recut) and fault.tasks > 1 and not app.order.splittable:
+            raise SettingsError(
+                f"Harness: {fault} shares out partitions, and with order={app.order!r} they are whole"
+            )
+        if isinstance(fault, Redrive) and app.order.reads_messages:
+            raise SettingsError(
+                f"Harness: {fault} is by key, and order={app.order!r} has several lanes for a key"
+            )
 
-    def _commit(self, marks: dict[int, Watermark], engine: Engine) -> None:
-        self._kept = {
-            (partition, offset): kept
-            for partition, found in engine.kept().items()
-            for offset, kept in found.items()
-        }
-        for partition, mark in marks.items():
-            progress = mark.progress()
-            self._committed[partition] = progress.watermark, encode(progress, LIMIT)
-        if engine.versions is not None:
-            entries = engine.versions.changed()
-            self._versions |= entries
-            engine.versions.written(entries)
 
-    def _lanes(self, marks: dict[int, Watermark]) -> list[LaneRecord]:
-        """Lanes that an earlier epoch wrote down, unless their message is done by now."""
-        found = [
-            decode_lane(name, partition, value)
-            for (partition, name), value in self._sink.notes.items()
-            if name.startswith((LANE, KEYLESS))
-        ]
-        return [
-            record
-            for record in found
-            if record.stop is Stop.PARKED or marks[record.partition].wanted(record.offset)
-        ]
+def _pair(seconds: float | tuple[float, float]) -> tuple[float, float]:
+    return seconds if isinstance(seconds, tuple) else (seconds, seconds)
 
-    def _fetch(self, engine: Engine, ticket: int, partition: int, offsets: Sequence[int]) -> None:
-        """Read messages again that a stuck lane let go of."""
-        wanted = set(offsets)
-        records = [
-            record
-            for record in self.log.records(self._app.source, partition, start=min(wanted))
-            if record.offset() in wanted
-        ]
-        asyncio.get_running_loop().call_later(0.01, engine.returned, ticket, records, 0)
+
+def _replaced(app: AppSpec, given: Mapping[str, Any]) -> list[ResourceSpec]:
+    for name in given:
+        if name not in app.resources:
+            known = ", ".join(map(repr, app.resources)) or "none"
+            raise SettingsError(f"Harness: app {app.name!r} has no resource {name!r}; it has {known}")
+    return [
+        ResourceSpec(name=name, function=lambda value=given[name]: value, needs=())
+        if name in given
+        else resource
+        for name, resource in app.resources.items()
+    ]
 
 
 class _Recorder:
-    """An observer that writes a history and passes on what it is told."""
+    """Writes a history and passes on what it is told."""
 
     def __init__(self, then: Observer | None) -> None:
-        self.events: list[Event] = []
-        self.owner = ""
-        self._then = then
+        self.events: list[HistoryEvent] = []
+        self.then = then
 
-    def started(self, message: Message, attempt: int) -> None:
-        self._add(Kind.START, message, attempt, None)
-        if self._then is not None:
-            self._then.started(message, attempt)
-
-    def ended(self, message: Message, attempt: int, outcome: str) -> None:
-        self._add(Kind.END, message, attempt, str(outcome))
-        if self._then is not None:
-            self._then.ended(message, attempt, outcome)
-
-    def _add(self, kind: Kind, message: Message, attempt: int, outcome: str | None) -> None:
+    def add(self, kind: EventKind, message: Message, attempt: int, outcome: str | None, owner: str) -> None:
+        """One more event, now."""
         at = asyncio.get_running_loop().time()
         # Events of one virtual instant still have an order: each comes a nanosecond after the one before.
         seq = max(int(at * 1e9), self.events[-1].seq + 1 if self.events else 0)
         self.events.append(
-            Event(kind, message.key, message.partition, message.offset, attempt, self.owner, at, seq, outcome)
+            HistoryEvent(
+                kind, message.key, message.partition, message.offset, attempt, owner, at, seq, outcome
+            )
         )
+
+
+class _Owner:
+    """The observer of one task."""
+
+    def __init__(self, recorder: _Recorder, owner: str) -> None:
+        self._recorder = recorder
+        self._owner = owner
+
+    def started(self, message: Message, attempt: int) -> None:
+        self._recorder.add(EventKind.START, message, attempt, None, self._owner)
+        if self._recorder.then is not None:
+            self._recorder.then.started(message, attempt)
+
+    def ended(self, message: Message, attempt: int, outcome: str) -> None:
+        self._recorder.add(EventKind.END, message, attempt, str(outcome), self._owner)
+        if self._recorder.then is not None:
+            self._recorder.then.ended(message, attempt, outcome)

@@ -37,7 +37,7 @@ class HistoryError(KeylaneError):
     """A history that cannot be read; names the file and the line."""
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """An attempt has two events."""
 
     START = "start"
@@ -62,7 +62,7 @@ FINAL: frozenset[str] = frozenset({Ended.OK, Ended.DEAD, Ended.SKIPPED, Ended.PA
 """After one of these the message is finished and its lane may go on."""
 
 
-class Delivery(Protocol):
+class ObservedDelivery(Protocol):
     """What an attempt is an attempt at; :class:`keylane.Message` is one."""
 
     @property
@@ -82,10 +82,10 @@ class Delivery(Protocol):
         """Counts from 1."""
 
 
-class Event(NamedTuple):
+class HistoryEvent(NamedTuple):
     """One start or end. A named tuple where others are dataclasses: a million of them take 0.4 s instead of 1.9."""
 
-    kind: Kind
+    kind: EventKind
     key: bytes | None
     partition: int
     offset: int
@@ -104,14 +104,14 @@ class Event(NamedTuple):
 class History:
     """All events of a run, in the order in which they happened."""
 
-    events: tuple[Event, ...]
+    events: tuple[HistoryEvent, ...]
     torn: int = 0
     """Files whose last line was cut off by the death of their writer."""
 
     def __len__(self) -> int:
         return len(self.events)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[HistoryEvent]:
         return iter(self.events)
 
 
@@ -139,7 +139,7 @@ class HistoryWriter:
     def __reduce__(self) -> tuple[type[HistoryWriter], tuple[Path, str | None]]:
         return HistoryWriter, (self.folder, self._name)
 
-    def attempt(self, msg: Delivery) -> Attempt:
+    def attempt(self, msg: ObservedDelivery) -> Attempt:
         """A context manager around one attempt, for the body of a stage, plain or ``async``.
 
         The start is written before the body begins, the end after it ended: ``ok``, ``failed`` when an exception left
@@ -147,19 +147,19 @@ class HistoryWriter:
         """
         return Attempt(self, msg)
 
-    def start(self, msg: Delivery) -> None:
+    def start(self, msg: ObservedDelivery) -> None:
         """Records that an attempt starts; call it before the work begins."""
         self._write(f"s {time.monotonic_ns()} {_position(msg)}\n")
 
-    def end(self, msg: Delivery, outcome: str = Ended.OK) -> None:
+    def end(self, msg: ObservedDelivery, outcome: str = Ended.OK) -> None:
         """Records that an attempt ended; call it after the work. Raises ValueError unless the outcome is one line."""
         self._end(_position(msg), outcome)
 
-    def started(self, message: Delivery, attempt: int) -> None:
+    def started(self, message: ObservedDelivery, attempt: int) -> None:
         """As an app's ``observer``: the engine tells of every attempt itself, numbered over all stages."""
         self._write(f"s {time.monotonic_ns()} {_position(message, attempt)}\n")
 
-    def ended(self, message: Delivery, attempt: int, outcome: str) -> None:
+    def ended(self, message: ObservedDelivery, attempt: int, outcome: str) -> None:
         """As an app's ``observer``: see :meth:`started`."""
         self._end(_position(message, attempt), outcome)
 
@@ -213,7 +213,7 @@ class Attempt:
 
     __slots__ = ("_position", "_writer", "outcome")
 
-    def __init__(self, writer: HistoryWriter, msg: Delivery) -> None:
+    def __init__(self, writer: HistoryWriter, msg: ObservedDelivery) -> None:
         self._writer = writer
         self._position = _position(msg)
         self.outcome: str | None = None
@@ -245,7 +245,7 @@ def read_history(folder: str | Path) -> History:
     folder = Path(folder)
     if not folder.is_dir():
         raise HistoryError(f"there is no history in {folder}: the folder does not exist")
-    events: list[Event] = []
+    events: list[HistoryEvent] = []
     torn = 0
     with collector_paused():
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
@@ -254,13 +254,13 @@ def read_history(folder: str | Path) -> History:
         return History(events=tuple(events), torn=torn)
 
 
-def _position(msg: Delivery, attempt: int | None = None) -> str:
+def _position(msg: ObservedDelivery, attempt: int | None = None) -> str:
     key = msg.key
     number = msg.attempt if attempt is None else attempt
     return f"{msg.partition} {msg.offset} {number} {'-' if key is None else 'x' + key.hex()}"
 
 
-def _read_file(path: Path, events: list[Event]) -> bool:
+def _read_file(path: Path, events: list[HistoryEvent]) -> bool:
     """Appends the events of a file, in its order; true when its last line was torn."""
     *lines, rest = path.read_bytes().decode("utf-8", "replace").split("\n")
     if not lines:
@@ -281,7 +281,7 @@ def _read_file(path: Path, events: list[Event]) -> bool:
                 keys[text] = _key(text)
             seq = int(ticks)
             events.append(
-                Event(
+                HistoryEvent(
                     _KINDS[kind, len(outcome)],
                     keys[text],
                     int(partition),
@@ -299,7 +299,7 @@ def _read_file(path: Path, events: list[Event]) -> bool:
     return bool(rest)
 
 
-_KINDS = {("s", 0): Kind.START, ("e", 1): Kind.END}  # a letter, and how many outcomes go with it
+_KINDS = {("s", 0): EventKind.START, ("e", 1): EventKind.END}  # a letter, and how many outcomes go with it
 
 
 def _key(text: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keylane.core.murmur2 import murmur2, partition_of
+from keylane.offsets.murmur2 import murmur2, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -67,7 +67,7 @@ class MemoryRecord:
         return (0, 0) if self._timestamp is None else (_CREATE_TIME, self._timestamp)
 
     def __repr__(self) -> str:
-        return f"<MemoryRecord {self._topic}/{self._partition}/{self._offset} key={self._key!r}>"
+        return f"<MemoryRecord {self._topic}/{self._partition}@{self._offset} key={self._key!r}>"
 
 
 class MemoryLog:
@@ -77,7 +77,7 @@ class MemoryLog:
 
     >>> log = MemoryLog(partitions=3)
     >>> log.append("chat.in", key=b"anna", value=b"hello")
-    <MemoryRecord chat.in/1/0 key=b'anna'>
+    <MemoryRecord chat.in/1@0 key=b'anna'>
     """
 
     def __init__(self, *, partitions: int = 1) -> None:
@@ -125,6 +125,14 @@ class MemoryLog:
         turn = self._turns.get(topic, 0)
         self._turns[topic] = turn + 1
         return turn % self.partitions
+
+    def grow(self, partitions: int) -> None:
+        """Add partitions to every topic: from now on there are this many."""
+        if partitions < self.partitions:
+            raise ValueError(f"a topic cannot lose partitions: there are {self.partitions}, not {partitions}")
+        self.partitions = partitions
+        for topic in self._topics.values():
+            topic += [[] for _ in range(partitions - len(topic))]
 
     def skip(self, topic: str, partition: int, offsets: int = 1) -> None:
         """Leave a hole before the next record, as compaction and transaction markers do."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from keylane.testing.findings import Findings
 from keylane.testing.verdict import Flaw, ResultsVerdict
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
 _AROUND = 4  # ids shown on either side of the first difference
 
@@ -18,12 +19,15 @@ def check_results(
     output_records: Iterable[tuple[bytes | None, Hashable]],
     *,
     allow_duplicates: bool = False,
+    late: Collection[Hashable] = (),
 ) -> ResultsVerdict:
     """Compares (key, id) pairs of the source topic with those of the results, each in the order of its log.
 
     An id is unique inside its key; one that was sent twice counts once, at its first place. Of a result that is there
     more than once the first decides about the order; the others are counted as duplicates, and are a violation unless
-    allowed. Keyless messages have no order. No results, or no key with two, prove nothing: that is not ok.
+    allowed. Those that are ``late``, as dead letters that were redriven, may come after what is behind them, and never
+    before what is in front of them. Keyless messages have no order. No results, or no key with two, prove nothing: that
+    is not ok.
     """
     expected, inputs, _ = _by_key(input_records)
     found, outputs, duplicates = _by_key(output_records)
@@ -38,7 +42,8 @@ def check_results(
         for name in gone:
             findings.add(Flaw.LOST, f"no result for {name!r}", key=key)
         if key is not None:
-            _compare(findings, key, [n for n in ids if n in results], [n for n in results if n in ids])
+            wanted, got = [n for n in ids if n in results], [n for n in results if n in ids]
+            _compare(findings, key, _due(wanted, got, late) if late else wanted, got)
     for key, results in found.items():
         known = expected.get(key, {})
         for name, count in results.items():
@@ -59,6 +64,17 @@ def check_results(
         duplicates=duplicates,
         missing=missing,
     )
+
+
+def _due(wanted: Sequence[Hashable], got: Sequence[Hashable], late: Collection[Hashable]) -> list[Hashable]:
+    """What was due in each place: the late ones where they came, if everything in front of them was there."""
+    place = {name: number for number, name in enumerate(wanted)}
+    left = deque(name for name in wanted if name not in late)
+    due = []
+    for name in got:
+        fits = name in late and (not left or place[name] < place[left[0]])
+        due.append(name if fits or not left else left.popleft())
+    return due
 
 
 def _by_key(

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keylane.engine.dispatch import with_event_id
-from keylane.message import EVENT_ID, with_origin
+from keylane.engine.result_ids import result_headers, result_id_prefix
+from keylane.errors import Poison
+from keylane.message import with_origin
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from keylane.app import App
-    from keylane.core.letter import DeadLetter
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
     from keylane.engine.engine import Then
     from keylane.message import Headers
-    from keylane.testing.faults import Pause, Refuse
+    from keylane.policies.failure_info import FailureInfo
+    from keylane.spec import AppSpec
+    from keylane.testing.faults import Pause, Refuse, Reject
     from keylane.testing.log import MemoryLog
 
     Place = tuple[str, int]  # a topic and a partition
+
+_STATE = "state", 0
+"""All records of the state topic are written by one client, one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,8 @@ class Dead:
     """``dead``, ``archived``, or ``parked``: then ``stage`` and all about the failure may be empty."""
     park: int | None = None
     """Where its lane was parked."""
+    redrives: int = 0
+    """How often it had been redriven before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +77,78 @@ class _HandedOver:
 class MemorySink:
     """The sink and the dead-letter topic: an :class:`~keylane.engine.engine.Output` that keeps what it is given.
 
-    Acknowledges after a while drawn from ``latency``, in order in each partition of a topic, and not during a pause.
+    Acknowledges after a while drawn from ``latency``, letters from ``letters``, progress and records from ``commits``
+    (without it progress is there at once), in order in each partition of a topic, and not during a pause. With
+    ``exactly_once`` everything is acknowledged at once and there when it is committed. Tasks that run beside each
+    other, or after each other, have one each (:meth:`of_task`).
     """
 
     def __init__(
         self,
-        app: App,
+        app: AppSpec,
         log: MemoryLog,
         *,
         rng: random.Random,
         latency: tuple[float, float],
+        letters: tuple[float, float] | None = None,
+        commits: tuple[float, float] | None = None,
         pauses: Sequence[Pause] = (),
         refusals: Sequence[Refuse] = (),
+        rejections: Sequence[Reject] = (),
     ) -> None:
         self.results: list[Written] = []
         self.dead_letters: list[Dead] = []
         self.notes: dict[tuple[int, bytes], bytes] = {}  # the state topic
-        self._sink, self._dlq = app.sink or "", app.dlq
+        self.undone: set[tuple[int, int]] = set()  # messages whose dead letters a transaction may take back
+        self._app, self._sink, self._dlq = app.name, app.sink or "", app.dlq
+        self._exact = app.delivery == "exactly_once"
         self._origin = bool(app.origin_time)
         self._log = log
         self._rng = rng
         self._latency = latency
+        self._letters = latency if letters is None else letters
+        self._notes = latency if commits is None else commits
+        self._commits = commits or (0.0, 0.0)
         self._refusals = refusals
+        self._rejections = rejections
         self._pauses = sorted(pauses, key=lambda pause: pause.at)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._closed = False
         self._waiting: dict[Place, deque[_HandedOver]] = {}
         self._last: dict[Place, float] = {}  # when the newest of a place will be acknowledged
+        self._open: list[Callable[[], None]] = []  # in the open transaction
+        self._batch: list[Callable[[], None]] = []  # in the one that is being committed
+        self._committing: asyncio.Event | None = None
+        self._soon: deque[Callable[[], None]] = deque()  # who is told that what was put counts
+
+    def of_task(self) -> MemorySink:
+        """The same topics, for a task: what it has not written can be lost for itself."""
+        own = copy.copy(self)
+        own._begin()  # noqa: SLF001 - its own class
+        return own
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Key and headers go over as they came; an event id is added where there is none."""
-        headers = list(delivery.headers)
-        if all(name != EVENT_ID for name, _ in headers):
-            headers.append((EVENT_ID, delivery.position.encode()))
-        self._write(delivery, value, headers, last=True)
+        """Key and headers go over as they came, but for the event id. Raises Poison for one that the sink rejects."""
+        if self._rejections:
+            self._reject()
+        self._write(delivery, value, result_headers(delivery, result_id_prefix(self._app)), last=True)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
         """As :meth:`result`; each has an event id of its own."""
+        if self._rejections:
+            self._reject()
         for number, (value, handler) in enumerate(values, 1):
-            self._write(delivery, value, with_event_id(delivery, handler), last=number == len(values))
+            headers = result_headers(delivery, result_id_prefix(self._app, handler))
+            self._write(delivery, value, headers, last=number == len(values))
+
+    def _reject(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for rejection in self._rejections:
+            within = rejection.at <= now < rejection.at + rejection.for_
+            if within and self._rng.random() < rejection.chance:
+                raise Poison("the sink rejects the result")
 
     def _write(self, delivery: Delivery, value: bytes, headers: Headers, *, last: bool) -> None:
         key, topic, at = delivery.key, self._sink, delivery.timestamp
@@ -132,7 +174,7 @@ class MemorySink:
         self._hand_over((topic, partition), _HandedOver(write=write, tell=tell))
 
     def letter(
-        self, delivery: Delivery, letter: DeadLetter | None, kind: str, park: int | None, then: Then
+        self, delivery: Delivery, letter: FailureInfo | None, kind: str, park: int | None, then: Then
     ) -> None:
         """The message as it came, and why it is here."""
         dead = Dead(
@@ -148,7 +190,10 @@ class MemorySink:
             attempts=letter.attempts if letter else 0,
             kind=kind,
             park=park,
+            redrives=delivery.failure_state.redrives if delivery.failure_state is not None else 0,
         )
+        if self._exact and kind == "dead":
+            self.undone.add((dead.partition, dead.offset))
         now = asyncio.get_running_loop().time()
         refused = any(refusal.at <= now < refusal.at + refusal.for_ for refusal in self._refusals)
         problem = "refused by the test" if refused else None
@@ -157,7 +202,8 @@ class MemorySink:
             if problem is None:
                 self.dead_letters.append(dead)
 
-        self._hand_over((self._dlq, delivery.partition), _HandedOver(write=write, tell=lambda: then(problem)))
+        handed_over = _HandedOver(write=write, tell=lambda: then(problem))
+        self._hand_over((self._dlq, delivery.partition), handed_over, self._letters)
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """A record of the state topic."""
@@ -168,19 +214,82 @@ class MemorySink:
             else:
                 self.notes[partition, name] = value
 
-        self._hand_over(("state", partition), _HandedOver(write=write, tell=lambda: then(None)))
+        self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: then(None)), self._notes)
+
+    def put(self, write: Callable[[], None]) -> None:
+        """Anything else that is written to the state topic, behind all before it."""
+        self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: None), self._notes)
+
+    def take_back(self, partition: int, name: bytes, value: bytes) -> None:
+        """Take back a record of the state topic, if it is still this one when it comes to that."""
+
+        def write() -> None:
+            if self.notes.get((partition, name)) == value:
+                del self.notes[partition, name]
+
+        self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: None), self._notes)
+
+    async def commit(self, close: Callable[[], Callable[[], None]]) -> None:
+        """Write progress down behind everything that it counts as done, and return when it is there.
+
+        ``close`` is asked for it when nothing more is added. With ``exactly_once`` all of it is there at once.
+        """
+        if not self._exact:
+            written = asyncio.Event()
+            self._hand_over(_STATE, _HandedOver(write=close(), tell=written.set), self._commits)
+            await written.wait()
+            return
+        while self._committing is not None:
+            await self._committing.wait()
+        self._serve()
+        batch = [*self._open, close()]
+        self._open = []
+        committed = self._committing = asyncio.Event()
+        self._batch = batch
+
+        def taken() -> None:
+            if self._batch is batch:  # else it was cut off
+                self._write_batch()
+            committed.set()
+
+        # Who waits may be cancelled; what was begun goes on.
+        asyncio.get_running_loop().call_later(self._rng.uniform(*self._commits), taken)
+        await committed.wait()
+
+    def _write_batch(self) -> None:
+        batch, self._batch, self._committing = self._batch, [], None
+        for write in batch:
+            write()
+
+    def close(self) -> None:
+        """The task has ended: what it has handed over may still come, and nobody is told."""
+        self._closed = True
 
     def crash(self) -> None:
-        """Nothing handed over so far is acknowledged; of each partition some, the oldest, is there all the same."""
+        """Nothing handed over so far is acknowledged; of each partition some, the oldest, is there all the same.
+
+        With ``exactly_once`` it is what the transaction holds that is just being committed, whole or not at all.
+        """
+        if self._rng.random() < 0.5:
+            self._write_batch()
         for waiting in self._waiting.values():
             for handed_over in list(waiting)[: self._rng.randint(0, len(waiting))]:
                 handed_over.write()
             waiting.clear()
-        self._waiting, self._last = {}, {}  # timers of before the crash hold on to the empty queues
+        self._begin()  # timers of before the crash hold on to the empty queues
+        self._closed = True
 
-    def _hand_over(self, place: Place, handed_over: _HandedOver) -> None:
+    def _hand_over(
+        self, place: Place, handed_over: _HandedOver, latency: tuple[float, float] | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
-        due = max(loop.time() + self._rng.uniform(*self._latency), self._last.get(place, 0.0))
+        if self._exact:
+            self._open.append(handed_over.write)
+            if not self._soon:
+                loop.call_soon(self._serve)
+            self._soon.append(handed_over.tell)
+            return
+        due = max(loop.time() + self._rng.uniform(*latency or self._latency), self._last.get(place, 0.0))
         for pause in self._pauses:
             if pause.at <= due < pause.at + pause.for_:
                 due = pause.at + pause.for_
@@ -189,9 +298,15 @@ class MemorySink:
         waiting.append(handed_over)
         loop.call_at(due, self._acknowledge, waiting)
 
-    @staticmethod
-    def _acknowledge(waiting: deque[_HandedOver]) -> None:
+    def _serve(self) -> None:
+        while self._soon:
+            tell = self._soon.popleft()
+            if not self._closed:
+                tell()
+
+    def _acknowledge(self, waiting: deque[_HandedOver]) -> None:
         if waiting:
             handed_over = waiting.popleft()
             handed_over.write()
-            handed_over.tell()
+            if not self._closed:
+                handed_over.tell()

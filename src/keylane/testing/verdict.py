@@ -7,11 +7,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from keylane.errors import KeylaneError
+from keylane.safe_text import cut, printable, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from keylane.testing.history import Event
+    from keylane.testing.history import HistoryEvent
+
+_NAME = 200
+"""Characters that are shown of what a history says."""
 
 
 class CheckFailed(KeylaneError, AssertionError):  # noqa: N818 - reads as what happened in a test report
@@ -58,25 +62,26 @@ class Violation:
     key: bytes | None = None
     partition: int | None = None
     offset: int | None = None
-    event: Event | None = None
+    event: HistoryEvent | None = None
     """The event at which it showed."""
-    timeline: tuple[Event, ...] = ()
+    timeline: tuple[HistoryEvent, ...] = ()
     """The events of the same lane around it."""
 
     def __str__(self) -> str:
         where = "" if self.offset is None else f" at partition {self.partition} offset {self.offset}"
-        whose = "" if self.key is None else f" in the lane of key {self.key!r}"
-        lines = [f"{self.flaw}{whose}{where}: {self.detail}"]
+        detail = printable_lines(self.detail, "")
+        whose = "" if self.key is None else f" in the lane of key {cut(repr(self.key), _NAME)}"
+        lines = [f"{self.flaw}{whose}{where}: {detail}"]
         if self.timeline:
             zero = self.timeline[0].seq
-            width = max(len(event.owner) for event in self.timeline)
-            for event in self.timeline:
+            owners = [printable(cut(event.owner, _NAME)) for event in self.timeline]
+            width = max(map(len, owners))
+            for owner, event in zip(owners, self.timeline, strict=True):
                 mark = ">" if event is self.event else " "
                 clock = f"{(event.seq - zero) / 1e9:+12.6f} s"
-                what = f"{event.kind:<5}  {event.partition}/{event.offset} attempt {event.attempt}"
-                lines.append(
-                    f"  {mark} {clock}  {event.owner:<{width}}  {what}  {event.outcome or ''}".rstrip()
-                )
+                what = f"{event.kind:<5}  {event.partition}@{event.offset} attempt {event.attempt}"
+                outcome = printable(cut(event.outcome or "", _NAME))
+                lines.append(f"  {mark} {clock}  {owner:<{width}}  {what}  {outcome}".rstrip())
         return "\n".join(lines)
 
 

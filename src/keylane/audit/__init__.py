@@ -1,0 +1,1 @@
+"""The audit: proves from an app's ledger what the app promises."""

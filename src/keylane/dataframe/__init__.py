@@ -1,0 +1,1 @@
+"""Lanes over any DataFrame: `ordered`."""

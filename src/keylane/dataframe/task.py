@@ -1,0 +1,230 @@
+"""One task of a frame: rows in, lanes, outcomes out, with the engine on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import uvloop
+
+from keylane.dataframe.rows import FrameRows
+from keylane.engine.engine import Engine
+from keylane.engine.garbage import collect, own_collector
+from keylane.engine.shutdown import end_stages, end_threads
+from keylane.engine.stages import open_pipeline
+from keylane.errors import FailureGuardError, Poison
+from keylane.kafka.fetcher import MAX_BYTES
+from keylane.policies.failure_policy import PARK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import pyarrow as pa
+
+    from keylane.dataframe.rows import FramePlan, FrameRecord
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.dispatch import Result
+    from keylane.engine.engine import Then
+    from keylane.policies.failure_info import FailureInfo
+    from keylane.spec import AppSpec
+
+log = logging.getLogger("keylane.frame")
+
+_PART = 1_000
+"""Rows handed to the engine at once, at most."""
+_ROWS = 8_192
+"""Outcomes handed to Spark at once, about."""
+
+
+class FrameOutput:
+    """Where results and letters go when there is no Kafka: into the outcome's row. Used on the loop."""
+
+    def __init__(self) -> None:
+        self.letters: dict[tuple[int, int], FailureInfo | None] = {}
+        """By partition and offset; taken out by who makes the rows."""
+
+    def result(self, delivery: Delivery, value: bytes) -> None:
+        """It is durable when Spark has its row."""
+        delivery.value = value
+        delivery.engine.acknowledge(delivery)
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """A row has one result."""
+        if len(values) > 1:
+            raise Poison(
+                f"{len(values)} handlers returned a result; a frame has one row for a message, with one result: "
+                "let only one of the handlers of a type return something"
+            )
+        self.result(delivery, values[0][0])
+
+    def letter(
+        self,
+        delivery: Delivery,
+        letter: FailureInfo | None,
+        kind: Literal["dead", "archived", "parked"],  # noqa: ARG002 - the outcome says so too
+        park: int | None,  # noqa: ARG002
+        then: Then,
+    ) -> None:
+        """Kept until the row is made."""
+        if letter is not None:
+            self.letters[delivery.partition, delivery.offset] = letter
+        asyncio.get_running_loop().call_soon(then, None)
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:  # noqa: ARG002
+        """There is nobody who would ask for it later."""
+        asyncio.get_running_loop().call_soon(then, None)
+
+
+class FrameTask:
+    """Runs one task's rows. :meth:`run` is the whole life of it.
+
+    The thread that calls it reads rows and makes outcome rows; the loop's thread runs the lanes meanwhile. At most
+    ``app.capacity`` rows are between the two.
+    """
+
+    def __init__(self, app: AppSpec, plan: FramePlan, *, task: int, epoch: int) -> None:
+        self._plan = plan
+        self._blocks = app.on_failure.blocks
+        if app.custom_sink is not None:  # results are rows
+            app = replace(app, custom_sink=None, sink="results")
+        self._app = app
+        if self._blocks:  # a lane that stands still lets go of what arrives, as a parked one does
+            self._app = replace(app, on_failure=PARK)
+        self.owner = f"{socket.gethostname()}:{os.getpid()}/{task}"
+        self._epoch = epoch
+        self._rows = FrameRows(plan, task)
+        self._output = FrameOutput()
+        self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
+        self._done: list[Delivery] = []  # of the calling thread: on their way to Spark
+        self._held = 0  # of the calling thread: fed and not done
+        # Of the loop's thread, once it has begun.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._feed: Callable[[Sequence[FrameRecord]], None] = lambda _records: None
+        self._over: asyncio.Event | None = None
+        self._abandoned: asyncio.Event | None = None
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Outcome rows of all rows. Raises what ended it before."""
+        batches = (batch for batch in batches if batch.num_rows)
+        if self._plan.stream:
+            batches = iter(self._rows.sort(list(batches)))
+        first = next(batches, None)
+        if first is None:  # no resource is opened for nothing
+            return
+        thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
+        thread.start()
+        try:
+            self._heard(self._out.get())  # it has begun, or could not
+            for part, room in self._parts(first, batches):
+                records = self._rows.records(part)
+                while self._held and self._held + len(records) > room:
+                    self._heard(self._out.get())
+                    yield from self._ready(_ROWS)
+                self._held += len(records)
+                self._on_loop(self._feed, records)
+            self._on_loop(_set, self._over)
+            while self._heard(self._out.get()):
+                yield from self._ready(_ROWS)
+            yield from self._ready(1)
+        finally:
+            self._on_loop(_set, self._abandoned)
+            thread.join(timeout=self._app.drain_timeout + 5)
+
+    def _parts(
+        self, first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]
+    ) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Small parts of batches, and how many rows of their size may be held."""
+        capacity = self._app.max_buffered
+        batch: pa.RecordBatch | None = first
+        while batch is not None:
+            size = max(1, batch.nbytes // batch.num_rows)
+            room = max(2, min(capacity, MAX_BYTES // size))
+            step = max(1, min(_PART, room // 2))
+            for at in range(0, batch.num_rows, step):
+                yield batch.slice(at, step), room
+            batch = next(rest, None)
+
+    def _heard(self, got: list[Delivery] | BaseException | None) -> bool:
+        """What the loop has to say; whether more will come."""
+        if isinstance(got, FailureGuardError):
+            why = str(got).partition(" Mend the cause")[0]
+            raise FailureGuardError(f"{why} Mend the cause, and run the frame again") from got
+        if isinstance(got, BaseException):
+            raise got
+        if got:
+            self._held -= len(got)
+            self._done += got
+        return got is not None
+
+    def _ready(self, least: int) -> Iterator[pa.RecordBatch]:
+        """The outcomes that have come in, when they are enough to be worth a batch."""
+        if len(self._done) < least:
+            return
+        done, self._done = self._done, []
+        app = self._app
+        yield self._rows.to_arrow(
+            done,
+            self._output.letters,
+            owner=self.owner,
+            epoch=self._epoch,
+            results=app.sink is not None or app.commit == "epoch",
+            blocks=self._blocks,
+        )
+
+    def _on_loop(self, what: Callable[..., None], *given: object) -> None:
+        """Do it there, unless it has ended: then it has said why."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(what, *given)
+
+    # On the loop's thread.
+
+    def _main(self) -> None:
+        try:
+            with own_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._run())
+        except BaseException as error:
+            self._out.put(error)
+        else:
+            self._out.put(None)
+
+    async def _run(self) -> None:
+        async with open_pipeline(self._app) as steps:
+            engine = Engine(self._app, steps, self._output, on_done=self._out.put)
+            self._over, self._abandoned = asyncio.Event(), asyncio.Event()
+            self._feed = engine.accept
+            self._loop = asyncio.get_running_loop()
+            self._out.put([])
+            work = asyncio.ensure_future(self._work(engine, self._over))
+            abandoned = asyncio.ensure_future(self._abandoned.wait())
+            collecting = asyncio.ensure_future(collect(lambda: engine.held))
+            try:
+                waiting: list[asyncio.Future[Any]] = [work, abandoned, engine.failure]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if engine.failure.done():
+                    engine.failure.result()
+                if work.done():
+                    work.result()
+            finally:
+                for job in (work, abandoned, collecting):
+                    job.cancel()
+                await asyncio.gather(work, abandoned, collecting, return_exceptions=True)
+                await end_stages(engine, self.owner)
+                await end_threads(steps, self.owner, self._app.drain_timeout)
+
+    @staticmethod
+    async def _work(engine: Engine, over: asyncio.Event) -> None:
+        await over.wait()
+        await engine.finish()
+
+
+def _set(event: asyncio.Event | None) -> None:
+    if event is not None:
+        event.set()

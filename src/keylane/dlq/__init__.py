@@ -1,0 +1,1 @@
+"""Dead letters: record, headers, writer, reader, spool."""

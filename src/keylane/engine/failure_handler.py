@@ -1,0 +1,350 @@
+"""The course of a message that failed: run again later, wait for its stage, or the app's policy.
+
+One place decides. Whatever it decides, the lane keeps its order: a lane that waits, stops or writes a letter moves
+nothing until that is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from keylane.engine.breaker_gate import BreakerOpenError
+from keylane.engine.delivery import FailureState
+from keylane.errors import FailureGuardError, KeylaneError
+from keylane.lanes.lane_record import LaneRecord, LaneStatus, RetryState
+from keylane.logs import short, where
+from keylane.outcome import Outcome
+from keylane.policies.classify import FailureKind, classify
+from keylane.policies.failure_guard import FailureRate
+from keylane.policies.failure_info import FAILURES_KEPT, FailedAttempt, FailureInfo
+from keylane.safe_text import valid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import Engine
+    from keylane.engine.stages import Step
+    from keylane.engine.stopped_lanes import StoppedLanes
+    from keylane.lanes.lane_table import Lane
+    from keylane.policies.breaker import CircuitState
+    from keylane.policies.failure_policy import FailurePolicy
+    from keylane.spec import AppSpec
+
+log = logging.getLogger("keylane.engine")
+
+Ended = Callable[["Delivery", str], None]
+
+_FAILED_LIMIT = 200
+_ERROR_LIMIT = 2000
+_TRACEBACK_LIMIT = 8000
+
+
+class FailureHandler:
+    """Decides for one engine. Used on its loop only."""
+
+    def __init__(
+        self, engine: Engine, app: AppSpec, steps: Sequence[Step], *, rng: Callable[[], float]
+    ) -> None:
+        self.retries = 0
+        self._engine = engine
+        self._app = app
+        self._policy = app.on_failure
+        self._rng = rng
+        self._flood = FailureRate(app.failure_guard) if app.failure_guard is not None else None
+        self._observer = app.observer
+        self.attempts: dict[tuple[int, int], RetryState] = {}
+        """Of messages that have failed and are not done, by partition and offset, read or not."""
+        self._retries = {step.name: step.retry for step in steps}
+        for step in steps:
+            if step.gate is not None:
+                step.gate.attach(resume=engine.resume, tell=self._breaker)
+
+    def failed(
+        self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
+    ) -> None:
+        """An attempt at the lane's head ended in this error. With ``step`` it failed there, before any attempt."""
+        engine = self._engine
+        if isinstance(error, BreakerOpenError):
+            self.ended(delivery, "held")
+            delivery.attempts -= 1  # it did not get to the stage
+            engine.table.hold(lane, engine.now())
+            error.gate.wait(lane)
+            return
+        ended = self.ended if step is None else _untold
+        step = step or engine.step_of(delivery)
+        wall = engine.wall()
+        verdict = classify(error, step.rules)
+        failure_state = self._note(delivery, step.name, error, wall)
+        if verdict.failure is FailureKind.TRANSIENT:
+            wait = step.retry.wait(
+                delivery.attempt, self._rng, elapsed=wall - failure_state.since, asked=verdict.delay
+            )
+            if wait is not None:
+                ended(delivery, "retry")
+                self._retry(lane, delivery, failure_state, error, wait)
+                return
+        self._give_up(lane, delivery, _letter(step.name, error, delivery, failure_state, wall), ended)
+
+    def passed(self, delivery: Delivery) -> None:
+        """A message in trouble came through."""
+        if delivery.failure_state is not None and delivery.failure_state.letter is not None:
+            self._engine.seen.came_through(delivery)
+
+    def remember(self, delivery: Delivery) -> None:
+        """Give a message that was read the attempts it had before."""
+        kept = self.attempts.get((delivery.partition, delivery.offset))
+        if kept is not None:
+            delivery.failure_state = FailureState.kept(kept)
+            delivery.attempts = kept.attempts
+
+    def done(self, deliveries: Sequence[Delivery]) -> None:
+        """These are done: nobody counts their attempts any more."""
+        for delivery in deliveries:
+            failure_state = delivery.failure_state
+            if failure_state is not None and failure_state.letter is None:
+                self.attempts.pop((delivery.partition, delivery.offset), None)
+
+    def forget(self, partition: int, offset: int) -> None:
+        """The message is not in the log any more, or its lane is blocked: a release gives it all its attempts."""
+        self.attempts.pop((partition, offset), None)
+
+    def may_start(self, lane: Lane[Delivery], delivery: Delivery, failure_state: FailureState) -> bool:
+        """Whether a message that came back with attempts from before may run now; if not, its lane waits."""
+        if failure_state.due:
+            wall, kept = self._engine.wall(), self.attempts.get((delivery.partition, delivery.offset))
+            retry = self._retries.get(failure_state.stage) or self._engine.step_of(delivery).retry
+            wait = min(failure_state.due - wall, retry.longest)  # another machine's clock may have set it
+            failure_state.due = 0.0
+            if wait > 0:
+                if kept is not None:
+                    self.attempts[delivery.partition, delivery.offset] = replace(kept, due=wall + wait)
+                self._engine.sleep(lane, wait)
+                return False
+        delivery.attempt = failure_state.attempt_at(self._engine.step_of(delivery).name)
+        return True
+
+    def kept(self) -> dict[int, dict[int, RetryState]]:
+        """The attempts to write down, by partition and offset."""
+        kept: dict[int, dict[int, RetryState]] = {}
+        for (partition, offset), one in self.attempts.items():
+            kept.setdefault(partition, {})[offset] = one
+        return kept
+
+    def hook(self, name: str, *given: Any) -> None:
+        """Call the app's hooks of this name; what they raise is logged and changes nothing."""
+        for function in self._app.hooks.get(name, ()):
+            try:
+                function(*given)
+            except Exception:
+                log.exception("hook %s of app %r failed", name, self._app.name)
+
+    def _note(self, delivery: Delivery, stage: str, error: BaseException, wall: float) -> FailureState:
+        failure_state = delivery.failure_state
+        if failure_state is None:
+            failure_state = delivery.failure_state = FailureState()
+        if failure_state.stage != stage:
+            failure_state.stage, failure_state.since = stage, wall
+        failure_state.attempt = delivery.attempt + 1
+        failure_state.failures.append(
+            FailedAttempt(stage=stage, attempt=delivery.attempt, at=wall, error=_text(error, _FAILED_LIMIT))
+        )
+        del failure_state.failures[:-FAILURES_KEPT]
+        return failure_state
+
+    def _retry(
+        self,
+        lane: Lane[Delivery],
+        delivery: Delivery,
+        failure_state: FailureState,
+        error: BaseException,
+        wait: float,
+    ) -> None:
+        self.retries += 1
+        self.hook("retry", delivery, error, wait)
+        delivery.attempt = failure_state.attempt
+        if failure_state.letter is None:  # else its attempts are counted by its redrive
+            self.attempts[delivery.partition, delivery.offset] = RetryState(
+                stage=failure_state.stage,
+                attempt=failure_state.attempt,
+                attempts=delivery.attempts,
+                since=failure_state.since,
+                due=self._engine.wall() + wait,
+                slot=self._app.slot_of(delivery.key, delivery.offset),
+                waited=failure_state.waited,
+                lives=failure_state.lives,
+            )
+        self._engine.sleep(lane, wait)
+
+    def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
+        """The app's policy. A redriven message lies among the dead letters, and its lane went on without it."""
+        engine, policy = self._engine, self._policy
+        delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_LIMIT]
+        redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
+        if self._flood is not None and not redriven:
+            why = self._flood.failed(
+                delivery.key if delivery.key is not None else delivery.offset, engine.passed
+            )
+            if why is not None:
+                ended(delivery, "held")
+                engine.table.stop(lane, engine.now())
+                engine.fail(FailureGuardError(_flooded(self._app, why, delivery, letter)))
+                return
+        log.warning(
+            "%s: %s key=%r stage=%s attempts=%d: %s",
+            "failed again" if redriven else f"failed for good ({policy})",
+            delivery.position,
+            short(delivery.key),
+            letter.stage,
+            letter.attempts,
+            delivery.error,
+            extra=where(delivery, stage=letter.stage, attempts=letter.attempts, error=delivery.error),
+        )
+        if redriven and engine.stopped_lanes.is_parked(lane.key):  # type: ignore[arg-type]  # letters of parked lanes have one
+            ended(delivery, "retry")
+            engine.stopped_lanes.park_again(lane, delivery, letter)
+        else:
+            failed = _Failed(self, engine.stopped_lanes, policy, lane, delivery, letter, ended)
+            if redriven:
+                failed.skip()
+            else:
+                policy.decide(failed)
+            failed.check()
+
+    def ended(self, delivery: Delivery, outcome: str) -> None:
+        """Tell the observer."""
+        if self._observer is not None:
+            self._observer.ended(delivery, delivery.attempts, outcome)
+
+    def _breaker(self, stage: str, state: CircuitState) -> None:
+        log.warning("breaker of stage %r: %s", stage, state.value)
+        self.hook("breaker", stage, state)
+
+
+class _Failed:
+    """A message that failed for good, for the app's policy: see :class:`keylane.FailedMessage`."""
+
+    __slots__ = ("_decided", "_ended", "_handler", "_lane", "_policy", "_stopped_lanes", "info", "message")
+
+    def __init__(
+        self,
+        handler: FailureHandler,
+        stopped_lanes: StoppedLanes,
+        policy: FailurePolicy,
+        lane: Lane[Delivery],
+        delivery: Delivery,
+        letter: FailureInfo,
+        ended: Ended,
+    ) -> None:
+        self.message = delivery
+        self.info = letter
+        self._handler = handler
+        self._stopped_lanes = stopped_lanes
+        self._policy = policy
+        self._lane = lane
+        self._ended = ended
+        self._decided = False
+
+    @property
+    def has_lane(self) -> bool:
+        return self._lane.key is not None
+
+    def skip(self) -> None:
+        self._decide("skip", allowed=True)
+        self._handler.hook("dead", self.message, self.info)
+        self._stopped_lanes.bury(self._lane, self.message, self.info, Outcome.DEAD, ended=self._ended)
+
+    def block(self, *, archive: bool = False) -> None:
+        self._decide("block", allowed=self._policy.blocks)
+        self._stop()
+        self._stopped_lanes.block(self._lane, self.message, self.info, archive=archive)
+
+    def park(self) -> None:
+        self._decide("park", allowed=self._policy.parks and self.has_lane)
+        self._stop()
+        self._stopped_lanes.park(self._lane, self.message, self.info)
+
+    def check(self) -> None:
+        """Raises :class:`KeylaneError` when nothing was decided."""
+        if not self._decided:
+            raise KeylaneError(
+                f"on_failure={self._policy!r} decided nothing about {self.message.position}: decide() must call skip, "
+                "block or park"
+            )
+
+    def _stop(self) -> None:
+        self._ended(self.message, "retry")
+        self._handler.hook("block", self.message, self.info)
+
+    def _decide(self, what: str, *, allowed: bool) -> None:
+        if self._decided or not allowed:
+            why = (
+                "decided already"
+                if self._decided
+                else "not declared (blocks, parks), or the message has no lane"
+            )
+            raise KeylaneError(
+                f"on_failure={self._policy!r} called {what} for {self.message.position}: {why}"
+            )
+        self._decided = True
+
+
+def _untold(_delivery: Delivery, _outcome: str) -> None:
+    """Where nothing was begun, nothing ends."""
+
+
+def record_of(
+    delivery: Delivery, letter: FailureInfo, stop: LaneStatus, since: float, why: str = ""
+) -> LaneRecord:
+    """What is written down about the lane of this message."""
+    return LaneRecord(
+        stop=stop,
+        key=delivery.lane.key if delivery.lane is not None else None,  # type: ignore[arg-type]  # as above
+        partition=delivery.partition,
+        offset=delivery.offset,
+        since=since,
+        letter=letter,
+        why=why,
+    )
+
+
+def _letter(
+    stage: str, error: BaseException, delivery: Delivery, failure_state: FailureState, wall: float
+) -> FailureInfo:
+    return FailureInfo(
+        stage=stage,
+        error=valid(f"{type(error).__module__}.{type(error).__qualname__}", _FAILED_LIMIT),
+        message=_text(error, _ERROR_LIMIT),
+        traceback=_traceback(error),
+        attempts=delivery.attempts,
+        failed_at=wall,
+        failures=tuple(failure_state.failures),
+    )
+
+
+def _text(error: BaseException, limit: int) -> str:
+    """Whatever the error quotes, everybody who is told can write it down."""
+    try:
+        return valid(str(error), limit)
+    except Exception:
+        return valid(f"<no text: str() of {type(error).__name__} failed>", limit)
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return valid("".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:])[-_TRACEBACK_LIMIT:]
+    except Exception:  # an error may have attributes of its own making
+        return ""
+
+
+def _flooded(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) -> str:
+    return (
+        f"app {app.name!r} stopped: {why}. That is an outage or a bug, not a few bad messages, so no more dead letters "
+        f"are written. The last: {delivery.position}, stage {letter.stage!r}: {delivery.error}. Mend the cause and "
+        f"start the app again: it goes on with this message; 'keylane dlq redrive {app.name} --all' runs the letters "
+        "again"
+    )

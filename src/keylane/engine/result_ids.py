@@ -1,0 +1,40 @@
+"""Event ids of results: what tells a result from the others, and is the same in every attempt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from keylane.message import EVENT_ID
+
+if TYPE_CHECKING:
+    from keylane.message import Headers, Message
+
+RESULT_ID_MAX = 256
+"""Bytes of a result's event id, unless its app's and handler's names are longer."""
+
+
+def result_id_prefix(app: str, handler: str = "") -> bytes:
+    """What the event ids of an app's results begin with; ``handler``: of several results of a message, whose it is."""
+    return f"{app}:{handler}/".encode() if handler else f"{app}/".encode()
+
+
+def result_headers(delivery: Message, prefix: bytes) -> Headers:
+    """The message's headers, with the result's own event id as the last: the prefix, then the message's id.
+
+    The same in every attempt, so the next app recognises a repeat; another one for every app and handler, so results
+    of two apps in one topic are never taken for repeats of each other. Ids that grow too long, in a cycle of apps, are
+    replaced by their hash.
+    """
+    headers = list(delivery.headers)
+    own = delivery.default_event_id.encode()
+    for place in reversed(range(len(headers))):  # of several the last counts
+        if headers[place][0] == EVENT_ID and headers[place][1] is not None:
+            own = headers.pop(place)[1] or own
+            break
+    own = prefix + own
+    if len(own) > RESULT_ID_MAX:
+        own = prefix + blake3(own).hexdigest(length=16).encode()
+    headers.append((EVENT_ID, own))
+    return headers

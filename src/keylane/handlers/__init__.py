@@ -1,0 +1,1 @@
+"""Handler arguments and results: signatures, payloads, batches, fields, encoding."""

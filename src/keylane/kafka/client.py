@@ -1,0 +1,35 @@
+"""The types of the Kafka client that other packages use: only :mod:`keylane.kafka` imports ``confluent_kafka``."""
+
+from __future__ import annotations
+
+from confluent_kafka import Consumer, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+    ResourcePatternType,
+    ResourceType,
+)
+
+__all__ = [
+    "AclBindingFilter",
+    "AclOperation",
+    "AclPermissionType",
+    "AdminClient",
+    "ClientError",
+    "ConfigResource",
+    "Consumer",
+    "KafkaException",
+    "NewTopic",
+    "OffsetSpec",
+    "Producer",
+    "ResourcePatternType",
+    "ResourceType",
+    "TopicCollection",
+    "TopicPartition",
+]

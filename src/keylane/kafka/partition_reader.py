@@ -1,0 +1,180 @@
+"""Reading partitions of a topic: one loop step and one table of errors for all readers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import TopicPartition
+
+from keylane.errors import BrokerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from confluent_kafka import Consumer
+
+log = logging.getLogger("keylane.kafka")
+
+MISSING_SECONDS = 30.0
+"""Seconds after which a topic that the broker does not know counts as deleted."""
+_WARN_EVERY_SECONDS = 10.0
+
+
+class ErrorKind(Enum):
+    """What an error of the client means to a reader."""
+
+    END = "end"
+    """No error: the partition was read to its end. A ``read_committed`` reader's end is the last stable offset."""
+    OUT_OF_RANGE = "out_of_range"
+    """The next offset is not in the log. Only clients with ``auto.offset.reset=error`` report it."""
+    MISSING = "missing"
+    """No answer yet: the topic or partition is not known. A broker that has just come back may say so too."""
+    LASTING = "lasting"
+    """Ends the read at once: it does not pass by itself."""
+    PASSING = "passing"
+    """The client retries by itself: a leader that moves, a connection that broke, and all codes not listed."""
+
+
+_KINDS = {
+    ClientError._PARTITION_EOF: ErrorKind.END,  # noqa: SLF001 - the client's public constants
+    ClientError._AUTO_OFFSET_RESET: ErrorKind.OUT_OF_RANGE,  # noqa: SLF001
+    ClientError.UNKNOWN_TOPIC_OR_PART: ErrorKind.MISSING,
+    ClientError._UNKNOWN_TOPIC: ErrorKind.MISSING,  # noqa: SLF001
+    ClientError._UNKNOWN_PARTITION: ErrorKind.MISSING,  # noqa: SLF001
+    ClientError.TOPIC_AUTHORIZATION_FAILED: ErrorKind.LASTING,
+    ClientError.GROUP_AUTHORIZATION_FAILED: ErrorKind.LASTING,
+    ClientError.CLUSTER_AUTHORIZATION_FAILED: ErrorKind.LASTING,
+    ClientError._AUTHENTICATION: ErrorKind.LASTING,  # noqa: SLF001
+}
+
+
+def classify(error: Any) -> ErrorKind:
+    """The kind of an error that the client reports while it reads. A fatal one is lasting, whatever its code."""
+    return ErrorKind.LASTING if error.fatal() else _KINDS.get(error.code(), ErrorKind.PASSING)
+
+
+class ReadErrors:
+    """Decides about each error of one topic's reader: raise, or wait. Used by one thread.
+
+    Lasting errors raise :class:`BrokerError` at once, missing topics after ``missing_seconds``. Others are logged, at
+    most every ten seconds; ``last`` keeps the text of the latest. With ``raises=False`` all are only logged.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        *,
+        missing_seconds: float = MISSING_SECONDS,
+        what: str = "cannot be read",
+        raises: bool = True,
+    ) -> None:
+        self.last = ""
+        self.missing: dict[int, tuple[float, Any]] = {}
+        """By partition: since when the client reports it as missing, and how."""
+        self._topic = topic
+        self._missing_seconds = missing_seconds
+        self._what = what
+        self._raises = raises
+        self._warned = -_WARN_EVERY_SECONDS
+
+    def take(self, partition: int, error: Any) -> None:
+        """Decide about a missing, lasting or passing error."""
+        kind, now = classify(error), time.monotonic()
+        self.last = error.str()
+        if kind is ErrorKind.MISSING:
+            self.missing.setdefault(partition, (now, error))
+            if self._raises:
+                self.check_missing(self._missing_seconds)
+        elif kind is ErrorKind.LASTING and self._raises:
+            raise self._unreadable(error)
+        else:
+            self.missing.pop(partition, None)
+        if now - self._warned >= _WARN_EVERY_SECONDS:
+            self._warned = now
+            log.warning("reading continues after an error topic=%s: %s", self._topic, error.str())
+
+    def check_missing(self, seconds: float) -> None:
+        """Raise BrokerError when a partition has been missing for so long."""
+        now = time.monotonic()
+        for since, error in self.missing.values():
+            if now - since >= seconds:
+                raise self._unreadable(error)
+
+    def answered(self, partitions: Iterable[int | None]) -> None:
+        """Something came of these partitions: they are not missing."""
+        for partition in partitions:
+            if partition is not None:
+                self.missing.pop(partition, None)
+
+    def _unreadable(self, error: Any) -> BrokerError:
+        return BrokerError(f"topic {self._topic!r} {self._what}: {error.str()}")
+
+
+class PartitionReader:
+    """Reads partitions of one topic through a consumer that its owner makes and closes. Used by one thread.
+
+    Tells nothing about where a read ends: each caller has its own range. ``errors`` decides about errors.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        topic: str,
+        *,
+        missing_seconds: float = MISSING_SECONDS,
+        what: str = "cannot be read",
+        raises: bool = True,
+    ) -> None:
+        self.errors = ReadErrors(topic, missing_seconds=missing_seconds, what=what, raises=raises)
+        self._consumer = consumer
+        self._topic = topic
+        self._progressed = time.monotonic()
+
+    def assign(self, starts: Mapping[int, int]) -> None:
+        """Read these partitions from these offsets, and no others."""
+        self._consumer.assign([TopicPartition(self._topic, p, at) for p, at in starts.items()])
+        self.progressed()
+
+    def read(self, timeout: float, most: int = 1000) -> list[Any]:
+        """Messages, and reports of an end or an offset out of range, in the client's order; empty after the time-out.
+
+        Raises :class:`BrokerError` for an error that ends the read.
+        """
+        first = self._consumer.poll(timeout)
+        if first is None:
+            return []
+        # Blocking for the first only: consume(n, timeout) would wait out its time-out for the rest.
+        found = [first, *self._consumer.consume(most - 1, 0)]
+        # Almost always there are only messages.
+        if any([message.error() for message in found]):  # noqa: C419 - faster
+            found = [message for message in found if message.error() is None or self._is_report(message)]
+        if self.errors.missing:
+            self.errors.answered([message.partition() for message in found])
+        return found
+
+    def progressed(self) -> None:
+        """Something came that brings the read closer to its end."""
+        self._progressed = time.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last progress."""
+        return time.monotonic() - self._progressed
+
+    def check_silence(self, seconds: float, missed: str, why: str = "") -> None:
+        """Raise BrokerError when there was no progress for so long. ``missed``: what was not read."""
+        if self.silent_seconds > seconds:
+            raise BrokerError(
+                f"{missed}: nothing came for {seconds:g} s ({why or self.errors.last or 'no answer'})"
+            )
+
+    def _is_report(self, message: Any) -> bool:
+        error = message.error()
+        if classify(error) in {ErrorKind.END, ErrorKind.OUT_OF_RANGE}:
+            return True
+        self.errors.take(message.partition(), error)
+        return False

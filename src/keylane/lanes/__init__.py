@@ -1,0 +1,1 @@
+"""Lanes without I/O: the lane table, eviction, ordering modes, redrive, hot keys."""

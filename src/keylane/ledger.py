@@ -1,0 +1,87 @@
+"""The ledger: one record per attempt, so that what an app promises can be proved of what it did.
+
+A record is the line of JSON below; its key is the message's. Together with it stands, in Kafka's own partition of the
+ledger, everything else of the same lane.
+
+====== ==========================================================================================================
+``t``  the source; ``p`` the message's partition there, ``o`` its offset
+``a``  the number of the attempt, over all stages; 0 when it was done without one: skipped, parked, a duplicate
+``w``  who ran it: host, process and task; ``l`` which life of that: an owner that begins again has another
+``s``  when it started, ``e`` when it ended: microseconds since 1970 by the owner's clock, which is never set back
+``r``  how it ended: ``ok``, ``ignored``, ``dead``, ``skipped``, ``parked``, ``duplicate``, ``stale``: finished;
+       ``retry``, ``held``: not yet
+``d``  1 when it came from the dead letters; left out otherwise
+``m``  the share of the keys that is recorded, when that is not all
+====== ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from keylane.errors import SettingsError
+from keylane.outcome import Outcome
+
+FINAL = tuple(outcome.value for outcome in Outcome)
+"""After one of these the message is finished and its lane may go on."""
+_PARTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """That an app keeps a ledger. ``share`` of its keys are recorded, with all their messages; keyless ones likewise.
+
+    Raises :class:`SettingsError` for a share that is none.
+    """
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.share) not in (int, float) or not 0 < self.share <= 1:
+            raise SettingsError(f"Ledger(share={self.share!r}): expected a number above 0, and 1 at most")
+
+    @property
+    def below(self) -> int:
+        """What :func:`slot` has to be below."""
+        return round(self.share * _PARTS)
+
+    def records(self, key: bytes | None, offset: int) -> bool:
+        """Whether this message is among those recorded."""
+        return self.share == 1 or slot(key, offset) < self.below
+
+
+def slot(key: bytes | None, offset: int) -> int:
+    """Where a key falls, as :data:`SLOT_SQL` has it; a message without one by its offset."""
+    return zlib.crc32(str(offset).encode() if key is None else key) % _PARTS
+
+
+SLOT_SQL = f"crc32(coalesce(key, cast(cast(offset AS string) AS binary))) % {_PARTS}"
+
+
+def encode(
+    *,
+    topic: str,
+    partition: int,
+    offset: int,
+    attempt: int,
+    owner: str,
+    life: str,
+    started: int,
+    ended: int,
+    outcome: str,
+    redriven: bool,
+    share: float,
+) -> bytes:
+    """A record's value."""
+    found: dict[str, Any] = {
+        "t": topic, "p": partition, "o": offset, "a": attempt, "w": owner, "l": life, "s": started, "e": ended,
+        "r": outcome,
+    }  # fmt: skip
+    if redriven:
+        found["d"] = 1
+    if share < 1:
+        found["m"] = share
+    return json.dumps(found, separators=(",", ":")).encode()

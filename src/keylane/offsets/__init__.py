@@ -1,0 +1,1 @@
+"""Offsets without I/O: watermarks, offset sets, commit metadata, slots, range progress, assignment."""

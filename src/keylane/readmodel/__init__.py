@@ -1,0 +1,1 @@
+"""Read models: tables built from events, in SQLite or on Spark."""

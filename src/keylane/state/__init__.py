@@ -1,0 +1,1 @@
+"""The state topic: record schemas, its reader, ownership and fencing, operator commands."""

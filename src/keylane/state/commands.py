@@ -1,0 +1,154 @@
+"""What an operator wants done, as records of the state topic, and what was written down about it.
+
+An order stands until the task that owns its partition has carried it out; then the task takes it back and writes what
+came of it. An app that does not run carries it out when it starts. Every order has a record of its own, by its id: none
+takes the place of another, and each of them is answered.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from keylane import strict_json as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+COMMAND = b"order/"
+MESSAGE = b"order/message/"
+"""Orders about a message of the source: release, skip."""
+LETTERS = b"order/letters/"
+"""Orders about dead letters: redrive."""
+RESET = b"order/reset/"
+"""Orders about the versions of an entity."""
+CANCEL = b"order/cancel/"
+"""Orders that withdraw another one."""
+AUDIT = b"audit/"
+AUDITED_ORDERS = 10_000
+"""Of a partition, the newest: what was written down about older ones is taken back."""
+AUDITED_SECONDS = 3600.0
+"""What is younger stays, however much there is: somebody may still wait for the answer."""
+
+CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One order.
+
+    To release and to skip are about one message: the one at ``offset``, at which the lane is blocked. When the lane is
+    not blocked there any more, nothing is done.
+    """
+
+    do: CommandKind
+    partition: int
+    key: bytes | None
+    offset: int | None = None
+    """Of the message; None when it is about letters."""
+    letters: tuple[int, ...] | None = None
+    """Their places among the dead letters of the partition; None: all of the lane's."""
+    to: int | None = None
+    """Of a reset: the version after this one is next; None: the entity begins again."""
+    withdraws: str = ""
+    """The id of the order that a cancel withdraws. Its lane is that order's."""
+    id: str
+    who: str
+    at: float
+
+    @property
+    def name(self) -> bytes:
+        """The record's key in the state topic."""
+        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL}
+        return kinds.get(self.do, MESSAGE) + self.id.encode()
+
+    def encode(self) -> bytes:
+        """For :func:`decode_command`."""
+        return json.dumps(
+            {
+                "do": self.do,
+                "key": None if self.key is None else self.key.hex(),
+                "offset": self.offset,
+                "letters": self.letters,
+                "to": self.to,
+                "withdraws": self.withdraws,
+                "id": self.id,
+                "who": self.who,
+                "at": self.at,
+            }
+        ).encode()
+
+
+@wire.decoder
+def decode_command(name: bytes, partition: int, value: bytes) -> Command:
+    """An order from the state topic. Raises MalformedRecordError."""
+    do, key, offset, letters, to, withdraws, command_id, who, at = wire.fields(
+        wire.loads(value), "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
+    )
+    if do not in get_args(CommandKind):
+        raise wire.MalformedRecordError(f"expected one of {', '.join(get_args(CommandKind))}, got {do!r:.60}")
+    if do in ("release", "skip") and offset is None:
+        raise wire.MalformedRecordError("expected the offset of the message, got none")
+    command = Command(
+        do=do,
+        partition=partition,
+        key=None if key is None else bytes.fromhex(wire.text(key, wire.MAX_BYTES)),
+        offset=None if offset is None else wire.integer(offset),
+        letters=None if letters is None else tuple(map(wire.integer, wire.array(letters))),
+        to=None if to is None else wire.integer(to),
+        withdraws=wire.text(withdraws, 200),
+        id=wire.text(command_id, 200),
+        who=wire.text(who, 1000),
+        at=wire.seconds(at),
+    )
+    if command.name != name:
+        raise wire.MalformedRecordError(f"expected the record of this order at {command.name!r:.200}")
+    return command
+
+
+def new_command_id() -> str:
+    """For an order."""
+    return secrets.token_hex(6)
+
+
+def operator_name() -> str:
+    """Who orders: user and machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        user = "?"
+    return f"{user}@{socket.gethostname()}"
+
+
+def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> bytes:
+    """The record's key in the state topic."""
+    return AUDIT + command_id.encode() + (b"/done" if done else b"/begun" if begun else b"")
+
+
+def outdated(audits: Iterable[tuple[bytes, bytes]], standing: Container[str], now: float) -> list[bytes]:
+    """Names of audit records of one partition to take back. ``audits`` are names and values, the oldest first."""
+    by_order: dict[str, list[bytes]] = {}
+    values: dict[str, bytes] = {}
+    for name, value in audits:
+        command_id = name.removeprefix(AUDIT).split(b"/")[0].decode("utf-8", "replace")
+        by_order.setdefault(command_id, []).append(name)
+        values.setdefault(command_id, value)
+    many = list(by_order)[: max(0, len(by_order) - AUDITED_ORDERS)]
+    return [
+        name
+        for command_id in many
+        if command_id not in standing and _given_at(values[command_id]) < now - AUDITED_SECONDS
+        for name in by_order[command_id]
+    ]
+
+
+def _given_at(value: bytes) -> float:
+    try:
+        (at,) = wire.fields(wire.loads(value), "at")
+        return wire.seconds(at)
+    except wire.MalformedRecordError:
+        return 0.0

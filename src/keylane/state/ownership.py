@@ -1,0 +1,277 @@
+"""Who owns what: a run owns the app, a task owns its partitions, or slots of them.
+
+Both are records of the state topic, and the later one counts. A run writes its name into every partition in one
+transaction. A task writes a claim into each of its partitions, under its transactional id, reads on until it sees it,
+and fences whoever claimed any of its slots before it and has not let go; only then does it read progress. A task that
+lets go takes its claim back in the transaction that holds its last progress. So at any time the broker takes progress
+of a slot from one task only, and that is the one whose claim is the last.
+
+A task of another run is given time to leave by itself: it finds the new run's name in the topic, says that it is
+leaving, finishes what it has begun and lets go. One that does not answer is dead or hangs, and is fenced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from keylane.errors import BrokerError, TakenOverError
+from keylane.kafka.client import KafkaException
+from keylane.kafka.cluster import TIMEOUT
+from keylane.kafka.transactional_client import is_fenced, leave, transactional
+from keylane.offsets.slots import ALL
+from keylane.state.labels import Labels
+from keylane.state.topic import OWNER, RUN, StateTopic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from keylane.kafka.cluster import Cluster
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.transactional_writer import Note, TransactionalWriter
+    from keylane.offsets.slots import Slots
+    from keylane.state.topic import Claim
+
+log = logging.getLogger("keylane.task")
+
+ANSWERS = 1.0
+"""Seconds that a task of another run has to say that it is leaving."""
+SAYS_SO_EVERY = 1.0
+"""Seconds after which it says so again, while it lives."""
+_SILENCE = 3.0
+_LOOK = 0.2
+_TRIES = 3
+
+
+def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
+    """From here on the app belongs to this run; any other one ends. Where that is written, by partition.
+
+    Raises TakenOverError, BrokerError.
+    """
+    for again in reversed(range(_TRIES)):
+        try:
+            places = _take_over(settings, app, topic, partitions, run)
+        except KafkaException as error:
+            if is_fenced(error):
+                raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
+            if not again:  # a broker that is just aborting for another one answers with whatever it likes
+                raise BrokerError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+        else:
+            _taken[app, topic] = places
+            return places
+    raise AssertionError("the last try returns or raises")
+
+
+_taken: dict[tuple[str, str], dict[int, int]] = {}
+"""Where this process has written last that an app is its own; before that, where the topic ended when it started."""
+
+
+def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
+    found = {"run": run, "who": _who(), "at": time.time()}
+    producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
+    places: dict[int, int] = {}
+
+    def placed(_error: Any, message: Any) -> None:
+        places[message.partition()] = message.offset()
+
+    try:
+        producer.begin_transaction()
+        for partition in range(partitions):
+            producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
+        producer.commit_transaction(3 * TIMEOUT)
+    except BaseException:
+        leave(producer)
+        raise
+    return places
+
+
+def remember_newest_run(cluster: Cluster, app: str, topic: str) -> None:
+    """Before a process takes an app over for the first time: no record written so far is a successor of its run.
+
+    The first take-over may fail, and :func:`check_still_ours` is asked before the next one. Raises BrokerError.
+    """
+    ends = cluster.ends(topic, [0])
+    _taken.setdefault((app, topic), {p: end - 1 for p, end in ends.items()})
+
+
+def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
+    """For a process that wants to start the app again: raises TakenOverError when another one has, meanwhile.
+
+    Raises BrokerError when that cannot be found out.
+    """
+    state = StateTopic(settings, app, topic, [0], "", since=_taken.get((app, topic)), labels=Labels(None))
+    try:
+        state.restore()
+    finally:
+        state.close()
+    found = state.successor
+    if found is not None and found.get("who") != _who():
+        raise _taken_over(app, found)
+
+
+def _who() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _taken_over(app: str, found: dict[str, Any]) -> TakenOverError:
+    return TakenOverError(
+        f"app {app!r} was taken over by another run, started by {found.get('who')} at "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.get('at', 0)))}; this one has ended"
+    )
+
+
+class Ownership:
+    """One task's. Blocks, but for :meth:`leaving` and :meth:`release`."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        app: str,
+        state: StateTopic,
+        writer: TransactionalWriter,
+        run: str,
+        who: str,
+        patience: float,
+    ) -> None:
+        self._settings = settings
+        self._app = app
+        self._state = state
+        self._writer = writer
+        self._run = run
+        self._who = who
+        self._patience = patience
+        self._owned: dict[int, Slots] = {}
+
+    def claim(self, owned: Mapping[int, Slots]) -> bool:
+        """Own these slots of these partitions; whether nobody had to be fenced.
+
+        Raises TakenOverError when the app belongs to another run.
+        """
+        self._owned = dict(owned)
+        self.check_run()
+        self._writer.write(self._notes())
+        began = time.monotonic()
+        clean = True
+        while True:
+            seen = self._state.read_through(self._writer.written, _LOOK)
+            self.check_run()
+            before = self._before()
+            if seen and not before:
+                return clean
+            waited = time.monotonic() - began
+            if not before and waited > 3 * TIMEOUT + self._patience:
+                raise BrokerError(f"app {self._app!r}: the claim was written, but it cannot be read")
+            dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
+            for owner in dead:
+                log.warning("task %s is replaced: its transactional id is fenced", before[owner].who)
+                transactional(self._settings, owner)
+            if dead:
+                clean = False
+                self._writer.write(
+                    (p, OWNER + owner.encode(), None)
+                    for p in self._owned
+                    for owner in dead & self._state.owners.get(p, {}).keys()
+                )
+            elif before:
+                time.sleep(0.02)
+                self._state.poll()
+
+    def check_run(self) -> None:
+        """Raises TakenOverError when the app belongs to another run."""
+        found = self._state.successor
+        if found is not None:
+            raise _taken_over(self._app, found)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another task has claimed one of the slots since."""
+        for partition in self._owned:
+            own = self._own(partition)
+            if own is None:  # it was taken back: who did that has fenced this one
+                return True
+            ownership = self._rivals(partition).values()
+            if any(claim.place > own.place and not claim.leaving for claim in ownership):
+                return True
+        return False
+
+    def lost_by_now(self, cluster: Cluster) -> bool:
+        """The same, when everything was read that is committed by now. False when that cannot be found out. Blocks."""
+        try:
+            ends = cluster.ends(self._state.topic, self._owned, committed=True)
+            self._state.read_through({p: end - 1 for p, end in ends.items()}, TIMEOUT)
+        except BrokerError:
+            return False
+        return self.lost
+
+    def leads(self, partition: int) -> bool:
+        """Whether no task of this run that is there now owns lower slots of this partition: one of them all leads."""
+        first = self._owned[partition].first
+        return all(claim.slots.first >= first for claim in self._beside(partition))
+
+    def others(self, partition: int) -> bool:
+        """Whether other tasks of this run own other slots of this partition."""
+        return bool(self._beside(partition))
+
+    def _beside(self, partition: int) -> list[Claim]:
+        ownership = self._state.owners.get(partition, {})
+        return [
+            claim for owner, claim in ownership.items() if owner != self._writer.id and claim.run == self._run
+        ]
+
+    def leaving(self) -> None:
+        """Say that what has begun will be finished, and nothing else."""
+        for partition, name, value in self._notes(leaving=True):
+            self._writer.note(partition, name, value)
+
+    def release(self) -> list[Note]:
+        """The records that release everything, when they are committed."""
+        return [(partition, name, None) for partition, name, _ in self._notes()]
+
+    def _own(self, partition: int) -> Claim | None:
+        return self._state.owners.get(partition, {}).get(self._writer.id)
+
+    def _before(self) -> dict[str, Claim]:
+        """Who claimed one of the slots before, and has not let go."""
+        found: dict[str, Claim] = {}
+        for partition in self._owned:
+            own = self._own(partition)
+            found |= {
+                owner: claim
+                for owner, claim in self._rivals(partition).items()
+                if own is None or claim.place < own.place or claim.leaving
+            }
+        return found
+
+    def _rivals(self, partition: int) -> dict[str, Claim]:
+        """The others that have claimed slots which are this one's."""
+        slots = self._owned[partition]
+        ownership = self._state.owners.get(partition, {})
+        return {
+            owner: claim
+            for owner, claim in ownership.items()
+            if owner != self._writer.id and claim.slots.overlaps(slots)
+        }
+
+    def _is_over(self, claim: Claim, waited: float) -> bool:
+        """Whether this owner has had its time."""
+        if claim.run == self._run:
+            return True  # Spark has given up on it
+        if claim.leaving:
+            return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
+        return waited > ANSWERS
+
+    def _notes(self, *, leaving: bool = False) -> list[Note]:
+        name = OWNER + self._writer.id.encode()
+        notes: list[Note] = []
+        for partition, slots in self._owned.items():
+            value: dict[str, Any] = {"run": self._run, "who": self._who}
+            if slots != ALL:
+                value["slots"] = str(slots)
+            if leaving:
+                value["leaving"] = True
+            notes.append((partition, name, json.dumps(value).encode()))
+        return notes

@@ -1,0 +1,119 @@
+"""The small records of the state topic, decoded: what :mod:`keylane.state.topic` does not know from elsewhere.
+
+Each function takes a record's value, and returns what it says or raises MalformedRecordError.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from keylane import strict_json as wire
+from keylane.offsets.assignment import BUCKETS, Assignment
+from keylane.offsets.range_progress import Generation
+from keylane.offsets.slots import ALL, Slots
+
+if TYPE_CHECKING:
+    from keylane.offsets.assignment import Load
+
+_NAME = 1000
+"""Characters of the name of a run, an owner, a topic."""
+_TASKS = 10_000
+"""That a plan may have: a plan is made in a time that grows with their square."""
+_PROGRESS = re.compile(r"([0-9]{1,19}) (.*)", re.ASCII)
+
+
+@wire.decoder
+def decode_run(value: bytes) -> dict[str, Any]:
+    """``{"run", "who", "at"}``: the run that the app belongs to."""
+    run, who, at = wire.fields(wire.loads(value), "run", "who", "at")
+    return {"run": wire.text(run, _NAME), "who": wire.text(who, _NAME), "at": wire.seconds(at)}
+
+
+@wire.decoder
+def decode_claim(value: bytes) -> tuple[str, str, Slots, bool]:
+    """Run, owner, slots, and whether it is leaving."""
+    found = wire.loads(value)
+    run, who = wire.fields(found, "run", "who")
+    slots = Slots.parse(wire.text(found["slots"], 20)) if "slots" in found else ALL
+    return wire.text(run, _NAME), wire.text(who, _NAME), slots, wire.boolean(found.get("leaving", False))
+
+
+@wire.decoder
+def decode_progress(value: bytes) -> tuple[int, str]:
+    """A watermark, and the text of :mod:`keylane.offsets.metadata` that belongs to it."""
+    found = _PROGRESS.fullmatch(value.decode("ascii"))
+    if found is None:
+        raise wire.MalformedRecordError(f"expected a watermark and progress, got {value[:60]!r}")
+    return wire.integer(int(found[1])), found[2]
+
+
+@wire.decoder
+def decode_load(value: bytes) -> tuple[str, int, Load]:
+    """Run, epoch and counts."""
+    run, epoch, counts = wire.row(wire.loads(value), 3)
+    load = tuple(map(wire.number, wire.row(counts, BUCKETS)))
+    if min(load) < 0:
+        raise wire.MalformedRecordError(f"expected counts from 0 on, got {min(load)}")
+    return wire.text(run, _NAME), wire.integer(epoch), load
+
+
+@wire.decoder
+def decode_plan(value: bytes) -> dict[str, Any]:
+    """``{"run", "epoch", "at", "tasks"}`` and, if it is named, ``source``; ``tasks`` are for :class:`Assignment`."""
+    found = wire.loads(value)
+    run, epoch, at, tasks = wire.fields(found, "run", "epoch", "at", "tasks")
+    for task in wire.array(tasks, _TASKS):
+        for one in wire.array(task, _TASKS):
+            wire.text(one, 40)
+    plan = {
+        "run": wire.text(run, _NAME),
+        "epoch": wire.integer(epoch),
+        "at": wire.seconds(at),
+        "tasks": Assignment.decode(tasks).encode(),
+    }
+    return plan | ({"source": wire.text(found["source"], _NAME)} if "source" in found else {})
+
+
+@wire.decoder
+def decode_replan(value: bytes) -> dict[str, Any]:
+    """``{"run", "number", "tasks"}``: how many tasks there should be."""
+    run, number, tasks = wire.fields(wire.loads(value), "run", "number", "tasks")
+    return {
+        "run": wire.text(run, _NAME),
+        "number": wire.integer(number),
+        "tasks": wire.integer(tasks, 1, _TASKS),
+    }
+
+
+@wire.decoder
+def decode_grouped(value: bytes) -> Generation:
+    """The generation of the group's offset."""
+    return Generation.of(wire.loads(value))
+
+
+@wire.decoder
+def decode_stop(value: bytes) -> str:
+    """The run that is to end."""
+    (run,) = wire.fields(wire.loads(value), "run")
+    return wire.text(run, _NAME)
+
+
+@wire.decoder
+def decode_flood(value: bytes) -> tuple[str, str]:
+    """The run that is not to be tried again, and why."""
+    run, why = wire.fields(wire.loads(value), "run", "why")
+    return wire.text(run, _NAME), wire.text(why)
+
+
+@wire.decoder
+def decode_rest(value: bytes) -> tuple[str, int]:
+    """The run, and up to where everything is done but what stands in stopped lanes."""
+    run, until = wire.fields(wire.loads(value), "run", "until")
+    return wire.text(run, _NAME), wire.integer(until)
+
+
+@wire.decoder
+def decode_former(value: bytes) -> tuple[int, ...]:
+    """Numbers of partitions that the source had before, ascending."""
+    return tuple(wire.integer(count, 1) for count in wire.array(wire.loads(value), 100_000))

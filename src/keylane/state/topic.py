@@ -1,0 +1,586 @@
+"""The app's state topic: what must outlive a task, and orders to running tasks.
+
+``<app>.state`` is compacted and has as many partitions as the source: what concerns source partition *p* lies in state
+partition *p*, whatever its key. A task reads its partitions to their end when it starts and follows them while it runs,
+so an order is seen wherever a task runs and whenever it began.
+
+=======================  ==================================================================
+key                      value
+=======================  ==================================================================
+``progress``             the text of :mod:`keylane.offsets.metadata`, with its watermark before it
+``epoch``                progress that waits for Spark to commit the epoch: :class:`Proposal`
+``range/<slots>``        progress of a range, where the partition is shared out: :mod:`keylane.offsets.range_progress`
+``grouped``              the generation of the group's offset: :mod:`keylane.offsets.range_progress`
+``attempts``             of messages that failed and are not done: :mod:`keylane.lanes.lane_record`
+``version/<key>``        how far an entity is, for apps with versions: :class:`keylane.policies.versions.Mark`
+``versions``             the number of partitions for which all entities of this one are in it: others were moved here
+``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
+``redriven``             which dead letters of this partition were redriven: :mod:`keylane.offsets.offset_runs`
+``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
+``load``                 ``[run, epoch, counts]``: what a task saw, by bucket of :mod:`keylane.offsets.assignment`
+``former``               in partition 0, the numbers of partitions that the source had before: ``[1, 2]``
+``plan``                 in partition 0, the plan of the epoch that runs: ``{"run", "epoch", "at", "tasks"}``
+``order/plan``           ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
+``owner/<id>``           the task with this transactional id owns slots of the partition: :mod:`keylane.state.ownership`
+``order/stop``           ``{"run": …}``: the tasks of this run drain and end
+``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
+``order/message/<id>``   what an operator wants done: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel``)
+``audit/<id>``           who ordered what, and when; ``audit/<id>/done`` what came of it
+``rest``                 ``{"run": …, "until": …}``: everything up to there is done, but what stands in stopped lanes
+=======================  ==================================================================
+
+Where a partition is shared out, ``attempts``, ``redriven``, ``load``, ``rest`` and ``versions`` are each owner's own:
+``attempts/<slots>``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from keylane import strict_json as wire
+from keylane.engine.version_store import VersionStore
+from keylane.errors import BrokerError
+from keylane.kafka.cluster import TIMEOUT, introduce
+from keylane.kafka.partition_reader import PartitionReader
+from keylane.lanes.lane_record import KEYLESS, LANE, decode_lane, decode_retries
+from keylane.offsets.metadata import decode
+from keylane.offsets.offset_runs import OffsetRuns
+from keylane.offsets.range_progress import NEVER_MOVED, RangeProgress
+from keylane.offsets.slots import ALL, Slots
+from keylane.policies.versions import decode_mark
+from keylane.state import records
+from keylane.state.commands import AUDIT, COMMAND, Command, decode_command
+from keylane.strict_json import MalformedRecordError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from keylane.kafka.client import Consumer
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.lanes.lane_record import LaneRecord, RetryState
+    from keylane.offsets.assignment import Load
+    from keylane.offsets.metadata import Restored
+    from keylane.offsets.range_progress import Generation
+    from keylane.state.labels import Labels
+
+log = logging.getLogger("keylane.kafka")
+
+STOP = b"order/stop"
+FLOOD = b"order/flood"
+PROGRESS = b"progress"
+ATTEMPTS = b"attempts"
+REDRIVEN = b"redriven"
+REST = b"rest"
+RANGE = b"range/"
+GROUPED = b"grouped"
+LOAD = b"load"
+PLAN = b"plan"
+REPLAN = b"order/plan"
+RUN = b"run"
+FORMER = b"former"
+EPOCH = b"epoch"
+VERSION = b"version/"
+VERSIONS = b"versions"
+OWNER = b"owner/"
+_KINDS = (
+    *(
+        VERSION[:-1],
+        VERSIONS,
+        PROGRESS,
+        EPOCH,
+        RANGE[:-1],
+        GROUPED,
+        ATTEMPTS,
+        LANE[:-1],
+        KEYLESS[:-1],
+        REDRIVEN,
+        RUN,
+        FORMER,
+        LOAD,
+    ),
+    *(PLAN, OWNER[:-1], STOP, FLOOD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+)
+_PARTS = (LOAD, REST, REDRIVEN, VERSIONS)
+ELSEWHERE = "kl1:@"
+"""The text beside an offset whose progress lies in the state topic."""
+NOTHING = "kl1:-"
+"""The text beside an offset that nothing is done above. Not empty: that is what others write who move a group."""
+RANGES = "kl1:/"
+"""The text beside an offset whose partition is shared out: the progress of each range lies in the state topic."""
+_WAIT = 20
+"""Milliseconds that the broker waits before it says that there is nothing more: a restore takes at least so long."""
+_WAIT_NOW_AND_THEN = 1
+"""For who rests in between."""
+_HIDDEN = 1.0
+"""Seconds for which what lies behind an open transaction is waited for: one that is just committed ends at once."""
+_POLL = 1000
+_POLLS = 20
+"""Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
+
+
+def order_stop(
+    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT
+) -> None:
+    """Tell the tasks of this run to drain and end. Raises BrokerError when the order could not be written."""
+    _order(settings, topic, partitions, STOP, {"run": run}, timeout)
+
+
+def order_plan(
+    settings: KafkaSettings, topic: str, partitions: int, run: str, *, number: int, tasks: int
+) -> None:
+    """Tell the tasks of this run that there may be so many of them from now on.
+
+    An epoch that was planned before the order of this ``number`` drains and ends: all of it, also when a later order
+    wants what there was. Raises BrokerError when the order could not be written.
+    """
+    wanted = {"run": run, "number": number, "tasks": tasks}
+    _order(settings, topic, partitions, REPLAN, wanted, TIMEOUT)
+
+
+def _order(
+    settings: KafkaSettings, topic: str, partitions: int, name: bytes, value: dict[str, Any], timeout: float
+) -> None:
+    producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
+    failed: list[str] = []
+    for partition in range(partitions):
+        producer.produce(
+            topic,
+            json.dumps(value).encode(),
+            name,
+            partition=partition,
+            on_delivery=lambda error, _: failed.append(error.str()) if error else None,
+        )
+    left = producer.flush(timeout)
+    if left or failed:
+        raise BrokerError(
+            f"an order could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """For ``commit="epoch"``: how far a task came in the epoch. It counts when Spark has committed that."""
+
+    epoch: int
+    watermark: int
+    text: str
+    """Of :mod:`keylane.offsets.metadata`."""
+    redriven: str
+    notes: tuple[tuple[str, str | None], ...] = ()
+    """Records about operators' orders, by name: what came of them, and that they no longer stand."""
+
+    def encode(self) -> bytes:
+        """For the state topic."""
+        return json.dumps([self.epoch, self.watermark, self.text, self.redriven, self.notes]).encode()
+
+    @classmethod
+    @wire.decoder
+    def decode(cls, value: bytes) -> Proposal:
+        """The reverse. Raises MalformedRecordError."""
+        epoch, watermark, text, redriven, notes = wire.row(wire.loads(value), 5)
+        if redriven:  # it becomes a record of its own when the epoch counts
+            OffsetRuns.decode(wire.text(redriven, wire.MAX_BYTES).encode())
+        return cls(
+            wire.integer(epoch),
+            wire.integer(watermark),
+            wire.text(text, wire.MAX_BYTES),
+            wire.text(redriven, wire.MAX_BYTES),
+            tuple(map(_decode_note, wire.array(notes))),
+        )
+
+
+def _decode_note(found: object) -> tuple[str, str | None]:
+    name, value = wire.row(found, 2)
+    if not bytes.fromhex(wire.text(name)).startswith((COMMAND, AUDIT)):
+        raise MalformedRecordError("expected a record about an operator's order")
+    return name, None if value is None else wire.text(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A task says that it owns slots of a partition."""
+
+    place: int
+    """Where it lies in the state topic: of two claims the later one counts."""
+    slots: Slots
+    run: str
+    who: str
+    leaving: bool
+    """It finishes what it has begun, and then lets go."""
+    heard: float
+    """When this was read, by the monotonic clock."""
+
+
+def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
+    few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": wait}
+    # By the app's own group: the client looks for its coordinator, and another group would need rights of its own.
+    consumer = settings.consumer(app, **few, **{"isolation.level": "read_committed"})
+    introduce(consumer, f"{app}.state")
+    return consumer
+
+
+class StateTopic:
+    """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
+
+    ``labels`` say which records are about the app's topics as they are now; others are not taken.
+    Used by one thread at a time: the one that restores, then the loop's. ``rests``: by who looks now and then, with
+    :meth:`catch_up` and :meth:`rest`.
+    """
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        app: str,
+        topic: str,
+        partitions: Iterable[int],
+        run: str,
+        consumer: Consumer | None = None,
+        versions: VersionStore | None = None,
+        since: Mapping[int, int] | None = None,
+        *,
+        labels: Labels,
+        rests: bool = False,
+    ) -> None:
+        self._labels = labels
+        self.versions = versions
+        """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
+        self._versions_only = False
+        self._settings = settings
+        self._app = app
+        self.topic = topic
+        self._partitions = list(partitions)
+        self._run = run
+        self._since = since or {}
+        self._consumer = consumer or _consumer(settings, app, _WAIT_NOW_AND_THEN if rests else _WAIT)
+        self._reader = PartitionReader(self._consumer, topic, missing_seconds=0)
+        # A broker that has just come back may not know the topic yet. When it is gone, the task's commits fail.
+        self._follower = PartitionReader(self._consumer, topic, missing_seconds=inf)
+        self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
+        self._progress: dict[int, tuple[int, str]] = {}  # a watermark, and the text that belongs to it
+        self.malformed: Counter[str] = Counter()
+        """Records that could not be read, by kind. What was known under their names before still counts."""
+        self._fresh: list[Command] = []
+        self.stopped = False
+        self.flooded = ""  # why the run was stopped
+        self.runs: dict[int, dict[str, Any]] = {}  # whom the app belongs to, by partition
+        self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
+        self.proposals: dict[int, Proposal] = {}
+        self.range_progresses: dict[int, dict[Slots, RangeProgress]] = {}  # by partition
+        self.grouped: defaultdict[int, Generation] = defaultdict(lambda: NEVER_MOVED)
+        self.layouts: dict[int, dict[Slots, int]] = {}  # by partition: for how many its versions are complete
+        self.loads: dict[
+            int, dict[Slots, tuple[int, Load]]
+        ] = {}  # of this run: epoch and counts, by partition
+        self.former: tuple[int, ...] = ()  # numbers of partitions that the source had before
+        self.plan: dict[str, Any] = {}
+        self.wanted: dict[str, Any] = {}  # of this run: how many tasks there should be
+        self.attempts: dict[int, dict[bytes, dict[int, RetryState]]] = {}  # by partition and record
+        self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
+        self.redriven: dict[int, OffsetRuns] = {}
+        self.commands: dict[tuple[int, bytes], Command] = {}  # that nobody has answered
+        self.audits: dict[bytes, tuple[int, bytes]] = {}  # name: partition and value
+        self.parts: dict[int, set[bytes]] = {}  # by partition: names of records that ranges have of their own
+        self.rests: dict[int, dict[Slots, int]] = {}  # of this run: up to where all but stopped lanes is done
+
+    def restore(self) -> None:
+        """Read everything there is. Raises BrokerError when it cannot be read."""
+        # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
+        # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
+        self._reader.assign(dict.fromkeys(self._partitions, 0))
+        self._read_to_the_end()
+
+    def restore_versions(self) -> None:
+        """Read the versions once more, into a new store; everything else is known. Raises BrokerError."""
+        self.versions = VersionStore()
+        self._versions_only = True
+        try:
+            self._reader.assign(dict.fromkeys(self._partitions, 0))
+            self._read_to_the_end()
+        finally:
+            self._versions_only = False
+
+    def _read_to_the_end(self) -> None:
+        left = set(self._partitions)
+        self._reader.progressed()
+        while left:
+            for message in self._reader.read(0.05):
+                self._reader.progressed()
+                if self._read(message):
+                    left.discard(message.partition())
+            self._reader.check_silence(
+                3 * TIMEOUT, f"partitions {sorted(left)} of topic {self.topic!r} were not read to their ends"
+            )
+
+    def rest(self) -> None:
+        """Fetch nothing until the next :meth:`catch_up`: for who looks only now and then."""
+        self._consumer.unassign()
+
+    def catch_up(self, ends: Mapping[int, int]) -> None:
+        """Read what has come since the last :meth:`rest`, up to these ends. Raises BrokerError when it cannot be read.
+
+        What was committed a moment ago may still be hidden, for a few milliseconds; what lies behind the open
+        transaction of a task that died is not waited for.
+        """
+        self._reader.assign(self._next)
+        if not self.read_through({p: end - 1 for p, end in ends.items()}, _HIDDEN):
+            self._reader.assign(self._next)
+            self._read_to_the_end()
+
+    def read_through(self, places: Mapping[int, int], timeout: float) -> bool:
+        """Read on until these places, by partition, were read; whether that was so within the time."""
+        deadline = time.monotonic() + timeout
+        while any(self._next.get(p, place + 1) <= place for p, place in places.items()):
+            if time.monotonic() > deadline:
+                return False
+            for message in self._reader.read(0.02):
+                self._read(message)
+        return True
+
+    def of(
+        self,
+        partitions: Iterable[int],
+        run: str,
+        versions: VersionStore | None = None,
+        since: Mapping[int, int] | None = None,
+        *,
+        labels: Labels,
+    ) -> StateTopic:
+        """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
+        return StateTopic(
+            self._settings,
+            self._app,
+            self.topic,
+            partitions,
+            run,
+            self._consumer,
+            versions,
+            since,
+            labels=labels,
+        )
+
+    def _read(self, message: Any) -> bool:
+        """Take a record; whether it was the partition's end instead."""
+        if message.error() is not None:
+            self._next[message.partition()] = message.offset()
+            return True
+        self._take(message)
+        return False
+
+    def progress(self, partition: int, watermark: int, text: str | None) -> Restored:
+        """Progress from a committed offset: the text beside it, or what lies in the topic when that says so."""
+        if text in (NOTHING, RANGES):
+            return decode(watermark, None)
+        if text != ELSEWHERE:
+            return decode(watermark, text)
+        begins, text = self._progress.get(partition, (-1, ""))
+        # The record is written before the offset that names it, so it may be newer; what it says is done, is done.
+        if begins >= watermark:
+            return decode(begins, text)
+        return decode(watermark, "kl1:the record in the state topic is missing or older")
+
+    def poll(self) -> bool:
+        """Read what is there; whether this run was told to stop."""
+        for _ in range(_POLLS):
+            messages = self._follower.read(0, _POLL)
+            for message in messages:
+                self._read(message)
+            if len(messages) < _POLL:
+                break
+        return self.stopped
+
+    def has_read(self, ends: Mapping[int, int]) -> bool:
+        """Whether everything below these offsets was read."""
+        return all(self._next[p] >= end for p, end in ends.items())
+
+    def begin_again(self) -> None:
+        """For the next epoch: what is still ordered is handed out anew."""
+        self._fresh = list(self.commands.values())
+
+    @property
+    def successor(self) -> dict[str, Any] | None:
+        """Another run that the app belongs to, if it does.
+
+        One from before this run is none: that is all there is to see while a transaction of its dead tasks is open.
+        """
+        for partition, found in self.runs.items():
+            if found["run"] != self._run and found["place"] > self._since.get(partition, -1):
+                return found
+        return None
+
+    def take_commands(self) -> list[Command]:
+        """Orders that have come in since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return [
+            command for command in fresh if self.commands.get((command.partition, command.name)) == command
+        ]
+
+    def close(self) -> None:
+        """Let go of the consumer."""
+        self._consumer.close()
+
+    def _take(self, message: Any) -> None:
+        name, value, partition = message.key() or b"", message.value(), message.partition()
+        self._next[partition] = message.offset() + 1
+        if (self.versions is None and name.startswith(VERSION)) or (
+            self._versions_only and not name.startswith(VERSION)
+        ):
+            return
+        try:
+            self._apply(message, name, value)
+        except MalformedRecordError as error:
+            kind = kind_of(name)
+            self.malformed[kind] += 1
+            if self.malformed[kind] == 1:
+                log.warning(
+                    "ignoring malformed state records kind=%s first=%s/%d@%d: %s",
+                    kind,
+                    self.topic,
+                    partition,
+                    message.offset(),
+                    error,
+                )
+
+    @wire.decoder
+    def _apply(self, message: Any, name: bytes, value: bytes | None) -> None:
+        partition = message.partition()
+        if value is None or not self._labels.accepts(name, message):
+            # The last record of a name counts, also if it is of no use here.
+            self._take_back(partition, name)
+        elif name.startswith(OWNER):
+            self._take_claim(partition, name.removeprefix(OWNER).decode(), message.offset(), value)
+        elif name == RUN:
+            self.runs[partition] = records.decode_run(value) | {"place": message.offset()}
+        else:
+            self._put(partition, name, value)
+            if name.startswith(_PARTS):
+                self.parts.setdefault(partition, set()).add(name)
+            if name == EPOCH and not self._labels.letters_match(message):
+                self.proposals[partition] = replace(self.proposals[partition], redriven="")
+
+    def _take_claim(self, partition: int, owner: str, place: int, value: bytes) -> None:
+        if not owner.startswith(f"{self._app}."):  # it may be fenced: only ever one of this app's
+            raise MalformedRecordError(f"expected a transactional id of the app, got {owner[:60]!r}")
+        ownership = self.owners.setdefault(partition, {})
+        if owner in ownership:  # it says that it is leaving; its place stays
+            place = ownership[owner].place
+        heard = time.monotonic()
+        try:
+            run, who, slots, leaving = records.decode_claim(value)
+        except MalformedRecordError:
+            # Somebody may own slots here: before all others, so that whoever claims next fences this id, and nobody
+            # who has claimed already takes it for a successor.
+            ownership.setdefault(owner, Claim(-1, ALL, "", "a malformed claim", leaving=False, heard=heard))
+            raise
+        ownership[owner] = Claim(place, slots, run, who, leaving, heard)
+
+    def _put(self, partition: int, name: bytes, value: bytes) -> None:
+        if name.startswith(VERSION):
+            if self.versions is not None:
+                self.versions.put((partition, name.removeprefix(VERSION)), decode_mark(value))
+        elif _is_part(name, VERSIONS):
+            self.layouts.setdefault(partition, {})[_part(name, VERSIONS)] = int(value)
+        elif name == PROGRESS:
+            self._progress[partition] = records.decode_progress(value)
+        elif name.startswith(RANGE):
+            standing = RangeProgress.decode(name.removeprefix(RANGE).decode(), value)
+            self.range_progresses.setdefault(partition, {})[standing.slots] = standing
+        elif _is_part(name, LOAD):
+            run, epoch, counts = records.decode_load(value)
+            if run == self._run:
+                self.loads.setdefault(partition, {})[_part(name, LOAD)] = epoch, counts
+        elif name == FORMER:
+            self.former = records.decode_former(value)
+        elif name == PLAN:
+            self.plan = records.decode_plan(value)
+        elif name == REPLAN:
+            wanted = records.decode_replan(value)
+            if wanted["run"] == self._run:
+                self.wanted = wanted
+        elif name == GROUPED:
+            self.grouped[partition] = records.decode_grouped(value)
+        elif _is_part(name, ATTEMPTS):
+            self.attempts.setdefault(partition, {})[name] = decode_retries(value)
+        elif _is_part(name, REDRIVEN):  # a letter that was redriven stays so, whoever wrote it down
+            found = OffsetRuns.decode(value)
+            self.redriven[partition] = self.redriven.get(partition, OffsetRuns()).union(found)
+        elif name.startswith((LANE, KEYLESS)):
+            self.lanes[partition, name] = decode_lane(name, partition, value)
+        elif name == EPOCH:
+            self.proposals[partition] = Proposal.decode(value)
+        elif name == STOP:
+            self.stopped = records.decode_stop(value) == self._run or self.stopped
+        elif name == FLOOD:
+            run, why = records.decode_flood(value)
+            if run == self._run:
+                self.flooded = why
+        elif _is_part(name, REST):
+            run, until = records.decode_rest(value)
+            if run == self._run:
+                self.rests.setdefault(partition, {})[_part(name, REST)] = until
+        elif name.startswith(COMMAND):
+            command = decode_command(name, partition, value)
+            self.commands[partition, name] = command
+            self._fresh.append(command)
+        elif name.startswith(AUDIT):
+            self.audits[name] = partition, value
+
+    def _take_back(self, partition: int, name: bytes) -> None:
+        if name.startswith(VERSION) and self.versions is not None:
+            self.versions.forget((partition, name.removeprefix(VERSION)))
+        if name.startswith(OWNER):
+            self.owners.get(partition, {}).pop(name.removeprefix(OWNER).decode(), None)
+        self.lanes.pop((partition, name), None)
+        self.commands.pop((partition, name), None)
+        self.audits.pop(name, None)
+        self.parts.get(partition, set()).discard(name)
+        if _is_part(name, LOAD):
+            self.loads.get(partition, {}).pop(_part(name, LOAD), None)
+        if _is_part(name, REST):
+            self.rests.get(partition, {}).pop(_part(name, REST), None)
+        if _is_part(name, VERSIONS):
+            self.layouts.get(partition, {}).pop(_part(name, VERSIONS), None)
+        if name.startswith(RANGE):
+            self.range_progresses.get(partition, {}).pop(Slots.parse(name.removeprefix(RANGE).decode()), None)
+        if _is_part(name, ATTEMPTS):
+            self.attempts.get(partition, {}).pop(name, None)
+
+
+def kind_of(name: bytes) -> str:
+    """Of a record, by its name: one of a few, whatever the name is."""
+    known = next((kind for kind in _KINDS if name == kind or name.startswith(kind + b"/")), None)
+    return "other" if known is None else known.decode()
+
+
+def part_of(name: bytes, slots: Slots) -> bytes:
+    """The name of the record that the owner of these slots writes."""
+    return name if slots == ALL else name + b"/" + str(slots).encode()
+
+
+def stale_parts(names: Iterable[bytes], record: bytes, slots: Slots) -> dict[bytes, Slots]:
+    """Of these names those of a record whose range was owned before these slots were: other ranges that overlap them.
+
+    Slots have one owner at a time, so nobody writes under such a name any more.
+    """
+    found: dict[bytes, Slots] = {}
+    for name in names:
+        if _is_part(name, record):
+            with suppress(ValueError):  # anybody may have written into the topic
+                other = _part(name, record)
+                if other != slots and other.overlaps(slots):
+                    found[name] = other
+    return found
+
+
+def _is_part(name: bytes, record: bytes) -> bool:
+    return name == record or name.startswith(record + b"/")
+
+
+def _part(name: bytes, record: bytes) -> Slots:
+    return ALL if name == record else Slots.parse(name.removeprefix(record + b"/").decode())

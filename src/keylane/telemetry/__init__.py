@@ -1,0 +1,1 @@
+"""Telemetry: snapshot, sampler, sender, reader, aggregation, Prometheus, lag."""

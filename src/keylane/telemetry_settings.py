@@ -1,0 +1,28 @@
+"""Telemetry settings of an app, and the name of its telemetry topic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keylane.errors import SettingsError
+
+
+def topic_of(app: str) -> str:
+    """The name of an app's telemetry topic."""
+    return f"{app}.telemetry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Telemetry settings: every task writes a record each ``interval`` seconds.
+
+    Raises :class:`SettingsError` for an interval outside 0.1 to 3600 seconds.
+    """
+
+    interval: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.interval) not in (int, float) or not 0.1 <= self.interval <= 3600:
+            raise SettingsError(
+                f"Telemetry(interval={self.interval!r}): expected a number of seconds from 0.1 to 3600"
+            )

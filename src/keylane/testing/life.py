@@ -1,0 +1,366 @@
+"""One task of a run of the harness: from what was written down to its drain, or its crash."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from keylane.engine.engine import Engine
+from keylane.engine.redrive import RedriveItem, Redriver
+from keylane.engine.version_store import Moves
+from keylane.lanes.lane_record import KEYLESS, LANE, LaneStatus, decode_lane
+from keylane.offsets.range_progress import RangeWatermark
+from keylane.outcome import Outcome
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.stages import Step
+    from keylane.lanes.lane_record import LaneRecord
+    from keylane.message import Record
+    from keylane.offsets.slots import Slots
+    from keylane.spec import AppSpec
+    from keylane.testing.checker import Position
+    from keylane.testing.durable import DurablePart, DurableState
+    from keylane.testing.log import MemoryLog, MemoryRecord
+    from keylane.testing.sink import Dead, MemorySink
+
+ORDER = b"order/"
+"""Names of redrives that were ordered and are not through, in the state topic."""
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """What all tasks of a run share."""
+
+    log: MemoryLog
+    durable: DurableState
+    sink: MemorySink
+    rng: random.Random
+    reading: tuple[float, float]
+    arrivals: dict[Position, float] = field(default_factory=dict)
+    duplicates: set[Position] = field(default_factory=set)
+    stale: set[Position] = field(default_factory=set)
+    redriven: set[Position] = field(default_factory=set)
+    """Dead letters that were redriven: their lanes had gone on without them."""
+
+
+class TaskLife:
+    """A task that owns parts of partitions. ``first`` of the tasks of an epoch: it writes the group's offset."""
+
+    def __init__(
+        self, app: AppSpec, steps: Sequence[Step], world: World, plan: dict[int, Slots], *, first: bool
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._app = app
+        self._world = world
+        self._first = first
+        self.output = world.sink.of_task()
+        self.parts = {p: world.durable.begin(p, slots) for p, slots in plan.items()}
+        self._away = dict.fromkeys(self.parts, 0)  # messages of which the engine keeps only the places
+        self._moved, self._progressed = asyncio.Event(), asyncio.Event()
+        moves = Moves(world.log.partitions, plan, recent=3)  # so few that its file is asked
+        for written, ((partition, key), found) in enumerate(world.durable.versions.items()):
+            moves.put(partition, key, found, written)
+        for partition, part in self.parts.items():
+            moves.store.set_back(partition, part.mark.value, part.was_done)
+        self.engine = Engine(
+            app,
+            steps,
+            self.output,
+            on_done=self._done,
+            fetch=self._fetch,
+            let_go=self._let_go,
+            progress=lambda partition: self.parts[partition].mark.progress(),
+            read_to=self._read_to,
+            store=moves.store,
+            wall=loop.time,
+            rng=world.rng.random,
+        )
+        self.clerk = CommandClerk(self, app, world)
+        orders = self._orders()
+        held = [self.engine.lane_key(key, partition) for partition, key in orders]
+        self.engine.restore(
+            world.durable.kept(self.parts.values()),
+            self._lanes(),
+            [lane for lane in held if lane is not None],
+        )
+        for (partition, key), number in orders.items():
+            self.clerk.take(partition, key, number)
+
+    def owns(self, partition: int, key: bytes | None, offset: int = 0) -> bool:
+        """Whether this task runs the lane of that message."""
+        part = self.parts.get(partition)
+        return part is not None and part.owns(key, offset)
+
+    async def feed(self, partition: int) -> None:
+        """Hand over one partition as its messages arrive, as far as its share of the capacity allows."""
+        loop, world, part = asyncio.get_running_loop(), self._world, self.parts[partition]
+        share = max(1, self._app.max_buffered // world.log.partitions)
+        mark, arrivals = part.mark, world.arrivals
+        begin, rule = mark.value, self._app.idempotency
+        start = begin if rule is None else rule.since(begin)
+        records = world.log.records(self._app.source, partition, start=start)
+        if world.reading[1]:
+            await asyncio.sleep(world.rng.uniform(*world.reading))
+        place, end = 0, len(records)
+        while place < end:
+            now = loop.time()
+            wait = arrivals[partition, records[place].offset()] - now
+            if wait > 0:
+                await asyncio.sleep(wait)
+                continue
+            room = share - mark.pending + self._away[partition]
+            if room <= 0:
+                self._moved.clear()
+                await self._moved.wait()
+                continue
+            upto = place + 1
+            while upto < min(end, place + room) and arrivals[partition, records[upto].offset()] <= now:
+                upto += 1
+            self._take(part, records[place:upto], begin)
+            place = upto
+
+    def _take(self, part: DurablePart, records: list[MemoryRecord], begin: int) -> None:
+        mark = part.mark
+        fresh: list[Record] = []
+        for record in mark.own(records) if isinstance(mark, RangeWatermark) else records:
+            offset = record.offset()
+            if offset < begin or (mark.restoring and not mark.wanted(offset)):
+                self._accept(part, fresh)
+                fresh = []
+                self.engine.note_done_before([record])
+            else:
+                fresh.append(record)
+        self._accept(part, fresh)
+        mark.reach(records[-1].offset() + 1)
+
+    def _accept(self, part: DurablePart, records: list[Record]) -> None:
+        if records:
+            part.mark.deliver([record.offset() for record in records])
+            self.engine.accept(records)
+
+    async def rest(self) -> None:
+        """Wait until nothing is left to do: what was handed over, and what operators have ordered."""
+        while True:
+            await self.clerk.rest()
+            await self.engine.finish()
+            if self.clerk.idle:
+                return
+
+    async def commits(self) -> None:
+        """For ever: write down what has changed."""
+        while True:
+            # No timer while nothing moves: a loop at rest is how a stuck one is recognised.
+            await self._progressed.wait()
+            self._progressed.clear()
+            await asyncio.sleep(self._app.commit_interval)
+            await self.commit()
+
+    async def commit(self) -> None:
+        """Write down what is done by now, and wait until it is there."""
+        await self.output.commit(self._snapshot)
+        self.engine.stopped_lanes.committed(self._is_committed)
+
+    def write_down(self) -> None:
+        """Note which letters were redriven, and their versions, whose progress was written before."""
+        engine, durable = self.engine, self._world.durable
+        changed = {} if engine.versions is None else engine.versions.changed()
+        versions = {name: mark for name, mark in changed.items() if self._is_committed(name[0], mark.offset)}
+        redriven = frozenset(self.clerk.redriven)
+
+        def write() -> None:
+            durable.write_versions(versions)
+            durable.redriven.update(redriven)
+
+        self.output.put(write)
+
+    def _snapshot(self) -> Callable[[], None]:
+        engine, durable = self.engine, self._world.durable
+        engine.settle()
+        kept = engine.kept()
+        writes = [
+            durable.progress(part, kept.get(partition, {}), leads=self._first)
+            for partition, part in self.parts.items()
+        ]
+        versions = {} if engine.versions is None else engine.versions.changed()
+        redriven = frozenset(self.clerk.redriven)
+
+        def write() -> None:
+            for each in writes:
+                each()
+            durable.write_versions(versions)
+            if engine.versions is not None:
+                engine.versions.written(versions)
+            durable.redriven.update(redriven)
+
+        return write
+
+    def _read_to(self, partition: int) -> int | None:
+        part = self.parts.get(partition)
+        return None if part is None else part.mark.position
+
+    def _is_committed(self, partition: int, offset: int) -> bool:
+        written = self.parts[partition].written
+        return written is not None and written.is_done(offset)
+
+    def _done(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            failure_state = delivery.failure_state
+            if delivery.outcome is Outcome.DUPLICATE:
+                self._world.duplicates.add((delivery.partition, delivery.offset))
+            elif delivery.outcome is Outcome.STALE:
+                self._world.stale.add((delivery.partition, delivery.offset))
+            if failure_state is None or failure_state.letter is None:
+                self.parts[delivery.partition].mark.done([delivery.offset])
+            else:
+                self.clerk.done(delivery)
+        self._moved.set()
+        self._progressed.set()
+
+    def _let_go(self, partition: int, count: int, _size: int) -> None:
+        self._away[partition] += count
+        self._moved.set()
+
+    def _fetch(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
+        """Read messages again that a stuck lane let go of."""
+        wanted = set(offsets)
+        records = [
+            record
+            for record in self._world.log.records(self._app.source, partition, start=min(wanted))
+            if record.offset() in wanted
+        ]
+        asyncio.get_running_loop().call_later(0.01, self.engine.returned, ticket, records, 0)
+
+    def _lanes(self) -> list[LaneRecord]:
+        """Lanes that an earlier task wrote down, unless their message is done by now."""
+        return [
+            record
+            for record in lanes(self._world.sink)
+            if self.owns(record.partition, record.key, record.offset)
+            and (
+                record.stop is LaneStatus.PARKED
+                or not self.parts[record.partition].was_done(record.key, record.offset)
+            )
+        ]
+
+    def _orders(self) -> dict[tuple[int, bytes], bytes]:
+        return {
+            (partition, key): number
+            for (partition, name), number in self._world.sink.notes.items()
+            if name.startswith(ORDER) and self.owns(partition, key := name.removeprefix(ORDER))
+        }
+
+
+class CommandClerk:
+    """Carries out the redrives of one task, as the desk of a real one does."""
+
+    def __init__(self, life: TaskLife, app: AppSpec, world: World) -> None:
+        self.redriven: set[int] = set()
+        """Letters that went through here."""
+        self._life = life
+        self._app = app
+        self._world = world
+        self._redriver = Redriver(life.engine)
+        self._orders: dict[tuple[int, bytes], bytes] = {}
+        self._awake, self._at_rest = asyncio.Event(), asyncio.Event()
+        self._at_rest.set()
+
+    def take(self, partition: int, key: bytes, number: bytes) -> None:
+        """Begin to carry out an order."""
+        self._orders[partition, key] = number
+        lane = self._life.engine.lane_key(key, partition)
+        if lane is not None:
+            self._life.engine.stopped_lanes.hold(lane)
+        self._at_rest.clear()
+        self._awake.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be redriven."""
+        return not self._orders
+
+    async def rest(self) -> None:
+        """Wait until nothing is to be redriven."""
+        await self._at_rest.wait()
+
+    def done(self, delivery: Delivery) -> None:
+        """A redriven message is done."""
+        if delivery.outcome is not Outcome.PARKED:
+            self.redriven.add(delivery.failure_state.letter)  # type: ignore[union-attr,arg-type]  # it has a letter
+        self._redriver.done(delivery)
+
+    async def run(self) -> None:
+        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
+        while True:
+            await self._awake.wait()
+            self._awake.clear()
+            by_partition: dict[int, dict[bytes, bytes]] = {}
+            for (partition, key), number in self._orders.items():
+                by_partition.setdefault(partition, {})[key] = number
+            for partition, orders in by_partition.items():
+                await self._redrive(partition, orders)
+            if not self._orders:
+                self._at_rest.set()
+
+    async def _redrive(self, partition: int, orders: dict[bytes, bytes]) -> None:
+        engine, world = self._life.engine, self._world
+        stops = engine.stopped_lanes
+        lane_of = partial(engine.lane_key, partition=partition)
+        keys = [lane for key in orders if (lane := lane_of(key)) is not None]
+        await self._redriver.settled(keys)
+        if self._app.delivery == "exactly_once":
+            await self._life.commit()  # a letter is there when its transaction is
+        letters = list(world.sink.dead_letters)
+        if world.reading[1]:
+            await asyncio.sleep(world.rng.uniform(*world.reading))
+        found = [
+            letter
+            for letter in self._wanted(letters, partition, orders)
+            if not stops.is_over(lane_of(letter.record.key()))
+        ]
+        await self._redriver.run(found)
+        self._life.write_down()  # before the order is taken back
+        for key, number in orders.items():
+            if self._orders.get((partition, key)) == number:
+                del self._orders[partition, key]
+                lane = lane_of(key)
+                if lane is not None and lane not in (lane_of(other) for _, other in self._orders):
+                    stops.let_go(lane)
+                self._life.output.take_back(partition, ORDER + key, number)
+
+    def _wanted(self, letters: list[Dead], partition: int, keys: dict[bytes, bytes]) -> list[RedriveItem]:
+        """The letters to redrive; one that stands there again, redriven or not, is not another one."""
+        found = []
+        repeats: set[tuple[int, int, str]] = set()
+        for place, dead in enumerate(letters):
+            if dead.key not in keys or dead.partition != partition or dead.kind == "archived":
+                continue
+            kin = dead.offset, dead.redrives, dead.kind
+            seen = kin in repeats
+            repeats.add(kin)
+            record = self._world.log.records(self._app.source, partition, start=dead.offset)[0]
+            if place in self.redriven or place in self._world.durable.redriven:
+                if not seen:  # letters with its id may be left to run
+                    self._redriver.ran_before(record)
+                continue
+            if seen:
+                self.redriven.add(place)
+                continue
+            if dead.kind == "dead":
+                self._world.redriven.add((partition, dead.offset))
+            found.append(RedriveItem(letter=place, record=record, redrives=dead.redrives))
+        return found
+
+
+def lanes(sink: MemorySink) -> list[LaneRecord]:
+    """The lanes that the state topic says have stopped."""
+    return [
+        decode_lane(name, partition, value)
+        for (partition, name), value in sink.notes.items()
+        if name.startswith((LANE, KEYLESS))
+    ]

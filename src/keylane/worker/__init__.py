@@ -1,0 +1,1 @@
+"""One worker process: session, restore, commit, command executor, refetch."""

@@ -1,0 +1,403 @@
+"""Carries out what operators order, in the task that owns the lane: release, skip, redrive, cancel.
+
+One task decides about an order and about what cancels it, so there is one answer to which of them came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from keylane.dlq.reader import SeenDeadLetters, read_all_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, Home
+from keylane.engine.redrive import RedriveItem, Redriver
+from keylane.errors import KeylaneError
+from keylane.offsets.murmur2 import partition_of
+from keylane.offsets.offset_runs import OffsetRuns
+from keylane.offsets.slots import ALL
+from keylane.outcome import Outcome
+from keylane.state.answers import CommandAnswer, RedriveCounts
+from keylane.state.commands import audit_name
+from keylane.state.topic import REDRIVEN, VERSION, part_of
+from keylane.worker.commit import Contributor
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+
+    from keylane.dlq.record import UnreadableDeadLetter
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import Engine
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.transactional_writer import Note
+    from keylane.offsets.identity import TopicIdentity
+    from keylane.offsets.slots import Slots
+    from keylane.spec import AppSpec
+    from keylane.state.commands import Command
+    from keylane.worker.commit import CommitBatch
+    from keylane.worker.output import KafkaOutput
+    from keylane.worker.task import TaskPlan
+
+log = logging.getLogger("keylane.task")
+
+_AT_ONCE = 1000
+"""Letters that are redriven at once, at most: they are held in memory."""
+_AGAIN = 5.0
+
+
+class CommandExecutor(Contributor):
+    """One task's. Used on its loop's thread.
+
+    ``redriven`` are the letters that were redriven, by partition, as the state topic says. ``cuts`` are the task's
+    slots of partitions that are shared out. ``commit`` commits what was written so far, ``source`` is the source as it
+    is now.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        output: KafkaOutput,
+        settings: KafkaSettings,
+        app: AppSpec,
+        owner: str,
+        redriven: dict[int, OffsetRuns],
+        cuts: Mapping[int, Slots],
+        wall: Callable[[], float],
+        *,
+        source: TopicIdentity,
+        commit: Callable[[], Awaitable[None]],
+        plan: TaskPlan,
+    ) -> None:
+        self._engine = engine
+        self._output = output
+        self._settings = settings
+        self._app = app
+        self._owner = owner
+        self._home = Home(app=app.name, source=source)
+        self._cuts = cuts
+        self._wall = wall
+        self._source = source
+        self._commit = commit
+        self._plan = plan
+        self._redriver = Redriver(engine)
+        self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
+        self._changed: set[int] = set()  # partitions whose redriven letters are not written down
+        self._pending: dict[str, Command] = {}  # to redrive, by id
+        self._running: set[str] = set()  # ids of those that have begun
+        self._cancels: dict[str, Command] = {}  # of those that have begun, by the id of what is cancelled
+        self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
+        self._awake = asyncio.Event()
+        self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
+        self.versions_of_redriven: Callable[[], list[Note]] = list
+        """Records that must be in the transaction which says what letters were redriven."""
+
+    def take(self, commands: Iterable[Command]) -> None:
+        """Carry out orders that have come in, or begin to. What is cancelled among them is not begun."""
+        fresh = {command.id: command for command in commands}
+        for cancel in [command for command in fresh.values() if command.do == "cancel"]:
+            del fresh[cancel.id]
+            self._cancel(cancel, fresh.pop(cancel.withdraws, None))
+        for command in fresh.values():
+            if command.do == "redrive":
+                self._take_redrive(command)
+            elif command.do == "reset":
+                problem = self._reset(command)
+                log.warning("reset by %s of lane %r: %s", command.who, command.key, problem or "done")
+                self._answer(command, ok=problem is None, why=problem or "done")
+            else:
+                self._take_stop(command)
+
+    def _take_stop(self, command: Command) -> None:
+        stops = self._engine.stopped_lanes
+        act = stops.release if command.do == "release" else stops.skip
+        assert command.offset is not None  # noqa: S101 - an order to release or to skip names its message
+        lane = command.key if command.key is not None else (command.partition, command.offset)
+        problem = act(lane, command.partition, command.offset)
+        log.warning(
+            "%s by %s of message %d/%d in lane %r: %s",
+            command.do,
+            command.who,
+            command.partition,
+            command.offset,
+            command.key,
+            problem or "done",
+        )
+        self._answer(command, ok=problem is None, why=problem or "done")
+
+    def _take_redrive(self, command: Command) -> None:
+        if self._app.order.reads_messages:
+            self._answer(
+                command,
+                ok=False,
+                why=f"order={self._app.order!r} has several lanes for a key, and a redrive is by key: it could run "
+                "beside newer messages of its lane. 'keylane dlq show' has the message: send it to the source again",
+            )
+            return
+        elsewhere = self._elsewhere(command)
+        if elsewhere is not None:
+            lane = self._lane(command)
+            if lane is not None and not self._is_wanted(lane):
+                self._engine.stopped_lanes.let_go(lane)
+            self._answer(
+                command,
+                ok=False,
+                why=f"its key moved from partition {command.partition} to {elsewhere} when the source grew, and "
+                "another task runs its newer messages: they would run at the same time. Start the app with one "
+                "task (tasks=1) and redrive again",
+            )
+            return
+        self._pending[command.id] = command
+        begun = json.dumps({"owner": self._owner, "at": self._wall()}).encode()
+        self._output.note(command.partition, audit_name(command.id, begun=True), begun, _unheard)
+        lane = self._lane(command)
+        if lane is not None:
+            self._engine.stopped_lanes.hold(lane)
+        self._awake.set()
+
+    def _cancel(self, cancel: Command, fresh: Command | None) -> None:
+        """Withdraw an order: one that has just come in (``fresh``), or one to redrive that has not ended."""
+        command = fresh or self._pending.get(cancel.withdraws)
+        if command is None or command.id in self._cancels:
+            why = "nothing to do: the order was carried out or cancelled before"
+            self._answer(cancel, ok=False, why=why)
+        elif command.id in self._running:  # what of it runs ends first
+            self._cancels[command.id] = cancel
+            lane = self._lane(command)
+            if lane is not None:
+                self._engine.stopped_lanes.withdraw(lane)
+        else:
+            self._cancelled(command, cancel, None)
+
+    def _cancelled(self, command: Command, cancel: Command, counts: RedriveCounts | None) -> None:
+        self._pending.pop(command.id, None)
+        lane = self._lane(command)
+        if command.do == "redrive" and lane is not None and not self._is_wanted(lane):
+            self._engine.stopped_lanes.withdraw(lane)
+            self._engine.stopped_lanes.let_go(lane)
+        log.warning("%s by %s of lane %r: cancelled by %s", command.do, command.who, command.key, cancel.who)
+        self._answer(command, ok=False, why=f"cancelled by {cancel.who}", counts=counts)
+        self._answer(cancel, ok=True, why="done")
+
+    def _is_wanted(self, lane: bytes) -> bool:
+        """Whether another order is to redrive this lane."""
+        return lane in map(self._lane, self._pending.values())
+
+    def _reset(self, command: Command) -> str | None:
+        """Set the versions of an entity as the order says; what is wrong with it, or None."""
+        versions = self._engine.versions
+        if versions is None or command.key is None:
+            return "the app has no versions (App(versions=…))"
+        mark = versions.reset(command.partition, command.key, command.to)
+        value = None if mark is None else mark.encode()
+        self._output.note(command.partition, VERSION + command.key, value, _unheard)
+        return None
+
+    def _elsewhere(self, command: Command) -> int | None:
+        """The partition where new messages of the order's key come, when that is another task's."""
+        key, plan = command.key, self._plan
+        if key is None or not self._app.order.by_key:
+            return None
+        home = partition_of(key, plan.partitions)
+        moved = any(partition_of(key, count) == command.partition for count in plan.former)
+        if home == command.partition or not moved:
+            return None
+        slots = plan.slots.get(home)
+        return None if slots is not None and self._app.slot_of(key, 0) in slots else home
+
+    def _lane(self, command: Command) -> bytes | None:
+        return self._engine.lane_key(command.key, command.partition)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be redriven."""
+        return not self._pending
+
+    def done(self, delivery: Delivery) -> None:
+        """A redriven message is done."""
+        assert delivery.failure_state is not None  # noqa: S101 - redriven messages have a letter
+        assert delivery.failure_state.letter is not None  # noqa: S101
+        if delivery.outcome is not Outcome.PARKED:
+            self._mark(delivery.partition, delivery.failure_state.letter)
+        self._redriver.done(delivery)
+
+    def collect(self, batch: CommitBatch, /) -> None:
+        """Add which letters were redriven, where that has changed."""
+        self._collected = self._take_changed()
+        batch.notes.extend(self._records(self._collected))
+
+    def committed(self) -> None:
+        """The state topic says so."""
+        self._collected = set()
+
+    def aborted(self) -> None:
+        """The next batch says it."""
+        self._changed |= self._collected
+        self._collected = set()
+
+    def _note_redriven(self) -> None:
+        """The same in the transaction that is open: the answers that follow say that it was done."""
+        changed = self._take_changed()
+
+        def written(problem: str | None) -> None:
+            if problem is not None:
+                self._changed.update(changed)
+
+        for partition, name, value in self._records(changed):
+            self._output.note(partition, name, value, written)
+
+    def _take_changed(self) -> set[int]:
+        if self._app.commit == "epoch":  # it is proposed with the epoch's progress
+            return set()
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def _records(self, changed: Iterable[int]) -> list[Note]:
+        records = [
+            (partition, part_of(REDRIVEN, self._cuts.get(partition, ALL)), self._redriven[partition].encode())
+            for partition in sorted(changed)
+        ]
+        return [*self.versions_of_redriven(), *records] if records else []
+
+    def redriven(self, partition: int) -> str:
+        """Which letters were redriven, as text."""
+        found = self._redriven.get(partition)
+        return "" if found is None else found.encode().decode()
+
+    def answers(self, partition: int) -> tuple[tuple[str, str | None], ...]:
+        """What came of redrives, and that their orders no longer stand: records that count with the epoch."""
+        found = self._answers.get(partition, {})
+        return tuple((name.hex(), None if value is None else value.decode()) for name, value in found.items())
+
+    async def run(self) -> None:
+        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
+        while True:
+            await self._awake.wait()
+            self._awake.clear()
+            for partition in sorted({command.partition for command in self._pending.values()}):
+                commands: dict[
+                    bytes | None, Command
+                ] = {}  # one of each lane; another one of it comes after it
+                for command in self._pending.values():
+                    if command.partition == partition:
+                        commands.setdefault(command.key, command)
+                if not commands:  # all of them were cancelled
+                    continue
+                self._running = {command.id for command in commands.values()}
+                wait = 0.0
+                try:
+                    await self._redrive(partition, list(commands.values()))
+                except KeylaneError as error:
+                    log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _AGAIN)
+                    wait = _AGAIN
+                self._running = set()
+                for command_id in list(self._cancels):
+                    self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
+                await asyncio.sleep(wait)
+            if self._pending:
+                self._awake.set()
+
+    async def _redrive(self, partition: int, commands: list[Command]) -> None:
+        stops = self._engine.stopped_lanes
+        keys = [lane for command in commands if (lane := self._lane(command)) is not None]
+        await self._redriver.settled(keys)
+        if self._app.delivery == "exactly_once":  # letters may be in this task's open transaction
+            await self._commit()
+        by_key = {command.key: command for command in commands}
+        counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
+        repeats = SeenDeadLetters()
+        letters = await asyncio.to_thread(read_all_letters, self._settings, self._app.dlq, partition)
+        wanted = self._wanted(letters, partition, by_key, repeats)
+        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
+            found = []
+            for letter in chunk:
+                if letter.offset in self._redriven[partition]:
+                    self._redriver.ran_before(DeadLetterMessage(letter))
+                    continue
+                if by_key[letter.key].id in self._cancels:
+                    continue
+                if stops.is_over(self._engine.lane_key(letter.key, partition)):
+                    counts[letter.key][Outcome.PARKED] += 1  # one before it failed again: it stays as it is
+                else:
+                    found.append(
+                        RedriveItem(
+                            letter=letter.offset,
+                            record=DeadLetterMessage(letter),
+                            redrives=letter.redrives,
+                            in_source=letter.identity == self._source,
+                        )
+                    )
+            for delivery in await self._redriver.run(found):
+                counts[delivery.key][delivery.outcome] += 1
+        self._note_redriven()
+        for command in commands:
+            counted = RedriveCounts.of(counts[command.key])
+            if (cancel := self._cancels.pop(command.id, None)) is not None:
+                self._cancelled(command, cancel, counted)
+                continue
+            del self._pending[command.id]
+            lane = self._lane(command)
+            if lane is not None and not self._is_wanted(lane):
+                stops.let_go(lane)
+            log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
+            self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+
+    def _wanted(
+        self,
+        letters: Iterator[DeadLetter | UnreadableDeadLetter],
+        partition: int,
+        by_key: dict[bytes | None, Command],
+        repeats: SeenDeadLetters,
+    ) -> Iterator[DeadLetter]:
+        """The letters to redrive, and those that were redriven before: letters with their ids may be left to run.
+
+        One that stands there again, redriven or not, is not another one. Those about the source as it was before only
+        when the order names them.
+        """
+        redriven = self._redriven.setdefault(partition, OffsetRuns())
+        chosen = {
+            key: None if command.letters is None else frozenset(command.letters)
+            for key, command in by_key.items()
+        }
+        for found in letters:
+            named = chosen.get(found.key)
+            letter = self._home.check(found, former=named is not None and found.offset in named)
+            if (
+                not isinstance(letter, DeadLetter)
+                or letter.kind is DeadLetterKind.ARCHIVED
+                or letter.key not in chosen
+            ):
+                continue
+            seen = repeats.seen(letter)
+            if letter.offset in redriven:
+                if not seen:
+                    yield letter
+                continue
+            if named is not None and letter.offset not in named:
+                continue
+            if seen:
+                self._mark(partition, letter.offset)
+            else:
+                yield letter
+
+    def _mark(self, partition: int, letter: int) -> None:
+        self._redriven.setdefault(partition, OffsetRuns()).add(letter)
+        self._changed.add(partition)
+
+    def _answer(
+        self, command: Command, *, ok: bool, why: str = "", counts: RedriveCounts | None = None
+    ) -> None:
+        answer = CommandAnswer(ok=ok, why=why, counts=counts, owner=self._owner, at=self._wall())
+        audit, value = audit_name(command.id, done=True), answer.encode()
+        if counts is not None and self._app.commit == "epoch":  # it counts with the epoch, as its rows do
+            self._answers.setdefault(command.partition, {}).update({audit: value, command.name: None})
+            return
+        self._output.note(command.partition, audit, value, _unheard)
+        self._output.note(command.partition, command.name, None, _unheard)
+
+
+def _unheard(problem: str | None) -> None:
+    if problem is not None:
+        log.warning("an answer to an operator could not be written: %s", problem)

@@ -1,0 +1,101 @@
+"""The commit: one transaction that several contributors fill.
+
+A contributor adds what it has to write, and hears afterwards whether the transaction was committed. So everything that
+belongs to a task's progress is committed with it, or is in the next transaction.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from keylane.kafka.client import TopicPartition
+    from keylane.kafka.transactional_writer import Note
+
+TopicRecord = tuple[str, bytes | None, bytes | None]
+"""Topic, value and key of a record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitBatch:
+    """What one transaction contains besides the records that were put into it before. Contributors add to it."""
+
+    last: bool = False
+    """Whether this is the task's last commit."""
+    room: int
+    """Characters that a large record of the state topic may have."""
+    offsets: list[TopicPartition] = field(default_factory=list)
+    """Offsets of the app's group."""
+    notes: list[Note] = field(default_factory=list)
+    """Records of the state topic."""
+    records: list[TopicRecord] = field(default_factory=list)
+    """Records of other topics."""
+
+    def note(self, partition: int, name: bytes, value: bytes | None) -> None:
+        """Add a record of the state topic; None deletes it."""
+        self.notes.append((partition, name, value))
+
+
+class Contributor(Protocol):
+    """Adds to every commit. All three are called on the loop's thread and must not block.
+
+    After :meth:`collect` exactly one of the others is called, also when it raised. Only when the loop ends during the
+    commit is none called: then nobody knows what came of it.
+    """
+
+    def collect(self, batch: CommitBatch, /) -> None:
+        """Add what is to be written now."""
+
+    def committed(self) -> None:
+        """The transaction was committed: what was added is durable."""
+
+    def aborted(self) -> None:
+        """Nothing of the transaction was written: the next :meth:`collect` must add it again, or what replaced it."""
+
+
+class BatchWriter(Protocol):
+    """What :func:`commit` asks of :class:`~keylane.kafka.transactional_writer.TransactionalWriter`."""
+
+    @property
+    def room(self) -> int:
+        """Characters that a large record of the state topic may have."""
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """While it is held, nobody else commits."""
+
+    async def commit_with(
+        self, offsets: Sequence[TopicPartition], notes: Sequence[Note], records: Sequence[TopicRecord]
+    ) -> None:
+        """Commit these and what was put before."""
+
+
+async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False) -> None:
+    """Collect from all contributors in their order, commit, and tell all of them in the same order.
+
+    Nothing else runs on the loop between the first ``collect`` and the moment from which on records wait for the next
+    transaction: what is done by then is in this one. Raises AbortedError, FencedError, and what a contributor raised.
+    """
+    async with writer.turn():
+        batch = CommitBatch(last=last, room=writer.room)
+        asked: list[Contributor] = []
+        try:
+            for contributor in contributors:
+                asked.append(contributor)
+                contributor.collect(batch)
+            await writer.commit_with(batch.offsets, batch.notes, batch.records)
+        except Exception:  # not when the loop ends: then the commit goes on in its thread
+            _tell([contributor.aborted for contributor in asked])
+            raise
+        _tell([contributor.committed for contributor in asked])
+
+
+def _tell(calls: Sequence[Callable[[], None]]) -> None:
+    """Call all of them, in order, also when one raises."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)

@@ -1,0 +1,130 @@
+"""For apps with ``commit="epoch"``: what tasks have proposed becomes progress when Spark has committed the epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from keylane.errors import BrokerError, TakenOverError
+from keylane.kafka.client import KafkaException, TopicPartition
+from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.kafka.transactional_client import is_fenced, leave, transactional
+from keylane.offsets.metadata import LIMIT, stamp
+from keylane.state.labels import Labels
+from keylane.state.topic import ELSEWHERE, NOTHING, PROGRESS, RANGE, REDRIVEN, StateTopic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.kafka.transactional_writer import Note
+    from keylane.offsets.identity import AppIdentity
+
+
+class EpochCommitter:
+    """The planner's. Its transactional id is the run's: another run that takes over fences it."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        app: str,
+        source: str,
+        run: str,
+        identity: AppIdentity,
+        since: Mapping[int, int] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._app = app
+        self._source = source
+        self._topic = f"{app}.state"
+        self._run = run
+        self.identity = identity
+        self._labels = Labels(identity)
+        self._since = since
+        self._cluster = Cluster(settings)
+        self._producer: Any = None
+        self._state: StateTopic | None = None
+        self._group: Any = None
+        self._settled = 0
+
+    def settle(self, epoch: int) -> None:
+        """Spark has committed this epoch. Raises TakenOverError when the app belongs to another run."""
+        if epoch <= self._settled:
+            return
+        state = self._read()
+        offsets: list[TopicPartition] = []
+        notes: list[Note] = []
+        for partition, proposal in state.proposals.items():
+            if proposal.epoch != epoch:
+                continue  # of an epoch that Spark has not committed, or that counts already
+            text = proposal.text or NOTHING
+            if len(stamp(text, self.identity.source)) > LIMIT:
+                notes.append((partition, PROGRESS, f"{proposal.watermark} {text}".encode()))
+                text = ELSEWHERE
+            if proposal.redriven:
+                notes.append((partition, REDRIVEN, proposal.redriven.encode()))
+            notes += [
+                (partition, bytes.fromhex(name), None if value is None else value.encode())
+                for name, value in proposal.notes
+            ]
+            # Ranges were written by an app that committed as it went: they would count more than this.
+            notes += [
+                (partition, RANGE + str(slots).encode(), None)
+                for slots in state.range_progresses.get(partition, ())
+            ]
+            metadata = stamp(text, self.identity.source)
+            offsets.append(TopicPartition(self._source, partition, proposal.watermark, metadata=metadata))
+        if offsets:
+            self._write(offsets, notes)
+        self._settled = epoch
+
+    def close(self) -> None:
+        """Let go of the clients."""
+        if self._producer is not None:
+            leave(self._producer)
+        if self._state is not None:
+            self._state.close()
+
+    def _read(self) -> StateTopic:
+        """The state topic as it is now."""
+        if self._producer is None:
+            # First this, then the look at who owns the app: from here on another run cannot come in between.
+            self._producer = transactional(self._settings, f"{self._app}.run")
+            consumer = self._settings.consumer(self._app)
+            self._group = consumer.consumer_group_metadata()
+            consumer.close()
+        partitions = range(self._cluster.partitions(self._topic))
+        if self._state is None:
+            self._state = StateTopic(
+                self._settings,
+                self._app,
+                self._topic,
+                partitions,
+                self._run,
+                since=self._since,
+                labels=self._labels,
+            )
+            self._state.restore()
+        ends = self._cluster.ends(self._topic, partitions)
+        if not self._state.read_through({p: end - 1 for p, end in ends.items()}, 3 * TIMEOUT):
+            raise BrokerError(f"topic {self._topic!r} gives no answer; the epoch's progress is not known")
+        if self._state.successor is not None:
+            raise TakenOverError(f"app {self._app!r} was taken over by another run; this one has ended")
+        return self._state
+
+    def _write(self, offsets: list[TopicPartition], notes: list[Note]) -> None:
+        try:
+            self._producer.begin_transaction()
+            for partition, name, value in notes:
+                self._producer.produce(
+                    self._topic, value, name, partition=partition, headers=self._labels.of(name)
+                )
+            self._producer.send_offsets_to_transaction(offsets, self._group, 3 * TIMEOUT)
+            self._producer.commit_transaction(3 * TIMEOUT)
+        except KafkaException as error:
+            leave(self._producer)
+            self._producer = None  # whatever was begun is aborted by the next one
+            if is_fenced(error):
+                raise TakenOverError(
+                    f"app {self._app!r} was taken over by another run; this one has ended"
+                ) from error
+            raise BrokerError(f"the epoch's progress was not taken: {error.args[0].str()}") from error

@@ -1,0 +1,62 @@
+"""What a task's last commit says besides its progress."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from keylane.errors import FailureGuardError
+from keylane.state.topic import FLOOD, LOAD, REST, part_of
+from keylane.worker.commit import Contributor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from keylane.engine.engine import Engine
+    from keylane.state.ownership import Ownership
+    from keylane.worker.commit import CommitBatch
+    from keylane.worker.task import TaskPlan
+
+
+class LastRecords(Contributor):
+    """For the planner, or a task that tries again. ``load`` is what was read, by partition and bucket of slots.
+
+    ``ownership`` is released with the commit; None keeps it.
+    """
+
+    def __init__(
+        self,
+        plan: TaskPlan,
+        load: Mapping[int, list[int]],
+        engine: Engine,
+        ownership: Ownership | None,
+    ) -> None:
+        self._plan = plan
+        self._load = load
+        self._engine = engine
+        self._ownership = ownership
+
+    def collect(self, batch: CommitBatch, /) -> None:
+        """Add the load, why the task has ended, and the release of its partitions."""
+        plan, engine = self._plan, self._engine
+        for partition, slots in plan.slots.items():
+            load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
+            batch.note(partition, part_of(LOAD, slots), load)
+        if engine.failure.done():
+            error = engine.failure.exception()
+            if isinstance(error, FailureGuardError):
+                for partition in plan.starts:
+                    why = {"run": plan.run, "why": str(error)}
+                    batch.note(partition, FLOOD, json.dumps(why).encode())
+        elif plan.until is not None and engine.resting and (engine.held or plan.cuts):
+            for partition, slots in plan.slots.items():
+                value = {"run": plan.run, "until": plan.until[partition]}
+                batch.note(partition, part_of(REST, slots), json.dumps(value).encode())
+        if self._ownership is not None:
+            batch.notes.extend(self._ownership.release())
+
+    def committed(self) -> None:
+        """Nothing follows."""
+
+    def aborted(self) -> None:
+        """Nothing to do: the same records are collected again."""

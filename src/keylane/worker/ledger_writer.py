@@ -1,0 +1,99 @@
+"""Writes a task's ledger: with the progress that it proves, in the same transaction."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING
+
+from keylane.ledger import Ledger, encode
+from keylane.outcome import Outcome
+from keylane.worker.commit import Contributor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from keylane.engine.delivery import Delivery
+    from keylane.message import Message
+    from keylane.spec import AppSpec, Observer
+    from keylane.worker.commit import CommitBatch
+
+_UNTRIED = (Outcome.SKIPPED, Outcome.PARKED, Outcome.DUPLICATE, Outcome.STALE)
+"""Done without an attempt that says so."""
+_lives = itertools.count(1)
+
+
+class LedgerWriter(Contributor):
+    """The observer of an app that keeps a ledger; passes on what it is told. Used on the task's loop.
+
+    Records wait here until a transaction collects its progress: every message that is done by then has its record in
+    it, or in an earlier one. A process that is killed leaves no trace of what it did since; that runs again.
+    """
+
+    def __init__(self, app: AppSpec, rule: Ledger, owner: str) -> None:
+        self._topic = app.ledger_topic
+        self._source = app.source
+        self._then: Observer | None = app.observer
+        self._rule = rule
+        self._owner = owner
+        self._life = f"{os.getpid()}.{next(_lives)}"
+        self._clock = time.time_ns() - time.monotonic_ns()  # not set back while this lives
+        self._open: dict[tuple[int, int], int] = {}
+        self._waiting: list[tuple[bytes | None, bytes]] = []
+        self._given: list[tuple[bytes | None, bytes]] = []  # in a transaction that is not committed
+
+    def started(self, message: Message, attempt: int) -> None:
+        """An attempt begins."""
+        if self._rule.records(message.key, message.offset):
+            self._open[message.partition, message.offset] = self._now()
+        if self._then is not None:
+            self._then.started(message, attempt)
+
+    def ended(self, message: Message, attempt: int, outcome: str) -> None:
+        """It is over."""
+        started = self._open.pop((message.partition, message.offset), None)
+        if started is not None:
+            self._add(message, attempt, started, outcome)
+        if self._then is not None:
+            self._then.ended(message, attempt, outcome)
+
+    def done(self, deliveries: Iterable[Delivery]) -> None:
+        """Those that are done without an attempt of their own are recorded too."""
+        for delivery in deliveries:
+            if delivery.outcome in _UNTRIED and self._rule.records(delivery.key, delivery.offset):
+                self._add(delivery, 0, self._now(), delivery.outcome.value)
+
+    def collect(self, batch: CommitBatch, /) -> None:
+        """Add what waits: it proves the progress in the same batch."""
+        waiting, self._waiting = self._waiting, []
+        batch.records.extend((self._topic, value, key) for key, value in waiting)
+        self._given += waiting
+
+    def committed(self) -> None:
+        """The ledger has them."""
+        self._given = []
+
+    def aborted(self) -> None:
+        """They wait for the next transaction."""
+        self._waiting[:0] = self._given
+        self._given = []
+
+    def _add(self, message: Message, attempt: int, started: int, outcome: str) -> None:
+        value = encode(
+            topic=self._source,
+            partition=message.partition,
+            offset=message.offset,
+            attempt=attempt,
+            owner=self._owner,
+            life=self._life,
+            started=started,
+            ended=self._now(),
+            outcome=str(outcome),
+            redriven=getattr(message, "redriven", False),
+            share=self._rule.share,
+        )
+        self._waiting.append((message.key, value))
+
+    def _now(self) -> int:
+        return (time.monotonic_ns() + self._clock) // 1000

@@ -1,0 +1,413 @@
+"""The producer: results to the sink, records to the state topic."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal
+
+from keylane.engine.engine import SentAloneError
+from keylane.engine.result_ids import RESULT_ID_MAX, result_headers, result_id_prefix
+from keylane.errors import BrokerError, Poison
+from keylane.kafka.client import KafkaException
+from keylane.kafka.rejection import RECORD_OVERHEAD, Rejections, is_rejection
+from keylane.message import EVENT_ID, with_origin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from keylane.dlq.writer import DeadLetterWriter
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.dispatch import Result
+    from keylane.engine.engine import Engine, Then
+    from keylane.kafka.client import Producer
+    from keylane.message import Headers
+    from keylane.policies.failure_info import FailureInfo
+    from keylane.spec import AppSpec
+    from keylane.worker.session import WorkerSession
+
+ANY_PARTITION = -1
+RECALL_SECONDS = 2.0
+"""Seconds that results on their way have to be answered when a task ends before they were."""
+CROWDED = 64
+"""Lanes that wait for their turn. More than so many, and the loop is what there is too little of."""
+_HOLD = 0.05
+"""Seconds for which results are gathered then, before the client's own."""
+_LOOK = 0.2
+_EVER = 1 << 61
+CLOCKS_APART_MS = 60_000
+"""A result whose time is beyond what the sink allows by less than this is left to the broker to judge."""
+
+
+class _AllAcknowledged:
+    """The delivery report of several results of one message, which is told when all of them are durable."""
+
+    __slots__ = ("_delivery", "_left")
+
+    def __init__(self, delivery: Delivery, count: int) -> None:
+        self._delivery = delivery
+        self._left = count
+
+    def __call__(self, error: Any, message: Any) -> None:
+        self._left -= 1
+        if error is not None or not self._left:
+            self._delivery(error, message)
+
+
+class _Rejected:
+    """The report of a result in a transaction, which is a batch of its own."""
+
+    __slots__ = ("_position", "_rejections", "_sink")
+
+    def __init__(self, delivery: Delivery, rejections: Rejections, sink: str) -> None:
+        self._position = delivery.partition, delivery.offset
+        self._rejections = rejections
+        self._sink = sink
+
+    def __call__(self, error: Any, _message: Any) -> None:
+        if error is not None and is_rejection(error):
+            self._rejections.name(self._position, _why(self._sink, error))
+
+
+class _Alone:
+    """A message whose results are sent one by one. Its lane waits."""
+
+    __slots__ = ("delivery", "records")
+
+    def __init__(self, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
+        self.delivery = delivery
+        self.records = deque(records)
+
+
+class KafkaOutput:
+    """An :class:`~keylane.engine.engine.Output`. Key, headers and timestamp go over as they came.
+
+    ``stamps``: the sink gives records a time of its own, so the origin's goes into a header.
+
+    With ``delivery="at_least_once"`` results go through the seat's idempotent producer, whose delivery reports call
+    the deliveries, and records through the scribe's next transaction. With ``"exactly_once"`` everything goes into the
+    open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
+    task begins again from what was committed last.
+
+    A request holds results of one partition, and costs the broker much more than one more result in it. So while lanes
+    queue for the loop, in a drain or where handlers compute, and while the task is far behind, results are gathered for
+    up to 50 ms: those messages have waited longer than that, and the lanes go on meanwhile.
+
+    A result that the sink rejects fails as if its message's last stage had raised Poison. What the topic's settings say
+    is known before it is sent. Otherwise the client writes nothing that follows (``enable.gapless.guarantee``), the
+    task begins again, and sends the results that were in the rejected batch alone: each when what came before it in its
+    lane is durable, while its lane waits for the answer (``rejections``).
+
+    Used on the loop's thread only; :meth:`poll` serves the reports.
+    """
+
+    def __init__(
+        self,
+        worker_session: WorkerSession,
+        dead_letters: DeadLetterWriter,
+        app: AppSpec,
+        *,
+        limit: int,
+        stamps: bool = False,
+        rejections: Rejections | None = None,
+    ) -> None:
+        self._worker_session = worker_session
+        self._dead_letters = dead_letters
+        self._writer = worker_session.writer
+        self._exact = app.delivery == "exactly_once"
+        self._producer = None if self._exact else worker_session.producer("results")
+        self._app = app
+        self._sink = app.sink or ""
+        self._prefix = result_id_prefix(app.name)
+        self._short = RESULT_ID_MAX - len(self._prefix)
+        self._limit = limit - RECORD_OVERHEAD
+        # The client looks at the size of what is in no transaction, headers included.
+        self._unchecked = -1 if self._exact else self._limit - 1024
+        self._rules = worker_session.rules(self._sink)
+        self._oldest, self._newest = self._times()  # times that need no closer look
+        self._rejections = rejections or Rejections()
+        self._alone: list[_Alone] = []  # that wait for what is before them
+        self._closed = False
+        self._gathers = False
+        self._direct = not self._is_careful()
+        self._gathered: list[tuple[Any, ...]] = []  # as the client's produce takes them
+        self._first = 0.0  # when the first of them came
+        self._timer: asyncio.TimerHandle | None = None  # lets them go
+        self._loop = asyncio.get_running_loop()
+        self._looked = time.monotonic()
+        self._least = 0  # lanes that waited for their turn, at every look since
+        self._origin = stamps if app.origin_time is None else app.origin_time
+
+    def result(self, delivery: Delivery, value: bytes) -> None:
+        """Raises :class:`Poison` when the value is larger than the sink takes."""
+        if not self._sink:  # it goes to Spark's sink, with the outcome
+            delivery.value = value
+            delivery.engine.acknowledge(delivery)
+            return
+        headers = delivery.carried
+        # The event id is almost always the last and short: the hot path of result_headers().
+        if headers and (last := headers[-1])[0] == EVENT_ID and (own := last[1]) and len(own) < self._short:
+            headers = headers[:-1]
+            headers.append((EVENT_ID, self._prefix + own))
+        else:
+            headers = result_headers(delivery, self._prefix)
+        if self._origin:
+            headers = with_origin(delivery, headers)
+        if len(value) > self._unchecked:
+            self._check_size(delivery, value, headers)
+        stamp = delivery.timestamp or 0
+        if not self._oldest <= stamp <= self._newest:
+            self._check_time(stamp)
+        if self._producer is None:
+            self._put(delivery, value, headers)
+            delivery.engine.acknowledge(delivery)
+        else:
+            # By place (…, partition, callback, on_delivery, timestamp, headers): the hot path.
+            record = (self._sink, value, delivery.key, ANY_PARTITION, delivery, None, stamp, headers)
+            if self._direct:
+                self._give(self._producer, (record,), delivery.engine)
+            else:
+                self._hold(self._producer, delivery, (record,))
+
+    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+        """Raises :class:`Poison` when one of them is larger than the sink takes; then none is written."""
+        if not self._sink:
+            if len(values) > 1:
+                raise Poison(
+                    f"{len(values)} handlers returned a result; commit='epoch' has one row for a message, with one "
+                    "result: let only one of the handlers of a type return something"
+                )
+            self.result(delivery, values[0][0])
+            return
+        name = self._app.name
+        all_headers = [result_headers(delivery, result_id_prefix(name, handler)) for _, handler in values]
+        if self._origin:
+            all_headers = [with_origin(delivery, headers) for headers in all_headers]
+        for (value, _), headers in zip(values, all_headers, strict=True):
+            self._check_size(delivery, value, headers)
+        stamp = delivery.timestamp or 0
+        self._check_time(stamp)
+        if self._producer is None:
+            for (value, _), headers in zip(values, all_headers, strict=True):
+                self._put(delivery, value, headers)
+            delivery.engine.acknowledge(delivery)
+            return
+        report = delivery if len(values) == 1 else _AllAcknowledged(delivery, len(values))
+        records = [
+            (self._sink, value, delivery.key, ANY_PARTITION, report, None, stamp, headers)
+            for (value, _), headers in zip(values, all_headers, strict=True)
+        ]
+        if self._direct:
+            self._give(self._producer, records, delivery.engine)
+        else:
+            self._hold(self._producer, delivery, records)
+
+    def _check_size(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
+        if self._size(delivery, value, headers) > self._limit:
+            raise Poison(
+                f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
+                f"(max.message.bytes less overhead: {self._limit:,})"
+            )
+
+    def _check_time(self, stamp: int) -> None:
+        """Raises :class:`Poison` when the sink takes no results of this time, beyond doubt about clocks."""
+        rules = self._rules
+        self._oldest, self._newest = self._times()
+        for name, limit, over in (
+            ("before", rules.before, self._oldest - stamp),
+            ("after", rules.after, stamp - self._newest),
+        ):
+            if stamp and over > CLOCKS_APART_MS:
+                raise Poison(
+                    f"the result has the time of its message, {stamp / 1000:.0f} s since 1970, which topic "
+                    f"{self._sink!r} does not take (message.timestamp.{name}.max.ms: {limit:.0f})"
+                )
+
+    def _times(self) -> tuple[int, int]:
+        """The oldest and the newest time of a record that the sink takes now, in milliseconds."""
+        now = int(time.time() * 1000)
+        before, after = (int(min(limit, _EVER)) for limit in (self._rules.before, self._rules.after))
+        return now - before, now + after
+
+    def _put(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
+        """Into the open transaction. Raises :class:`Poison` when the sink has rejected it before."""
+        rejections, report = self._rejections, None
+        if rejections.alone:
+            reason = rejections.reason(delivery.partition, delivery.offset)
+            if reason is not None:
+                raise Poison(reason)
+            report = _Rejected(delivery, rejections, self._sink)
+        self._writer.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers, report=report)
+
+    def letter(
+        self,
+        delivery: Delivery,
+        letter: FailureInfo | None,
+        kind: Literal["dead", "archived", "parked"],
+        park: int | None,
+        then: Then,
+    ) -> None:
+        """To the dead letters: see :class:`DeadLetterWriter`."""
+        self._dead_letters.letter(delivery, letter, kind, park, then)
+
+    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
+        """A record of the state topic."""
+        self._writer.note(partition, name, value, then)
+
+    def _hold(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
+        """Results that do not go to the client at once: gathered, or sent alone."""
+        engine, rejections = delivery.engine, self._rejections
+        if (delivery.partition, delivery.offset) in rejections.suspects or rejections.careful(
+            time.monotonic()
+        ):
+            self._alone.append(_Alone(delivery, records))
+            self._loop.call_soon(self._serve_alone)  # the engine is to know first that its lane waits
+            raise SentAloneError
+        if not self._gathers:
+            self._give(producer, records, engine)
+            return
+        gathered = self._gathered
+        before = len(gathered)
+        gathered += records
+        if not before:
+            self._first = time.monotonic()
+            self._timer = self._loop.call_later(_HOLD, self._let_go, producer, engine)
+        # That comes late where handlers have the loop to themselves.
+        elif len(gathered) // 32 > before // 32 and time.monotonic() - self._first > _HOLD:
+            self._let_go(producer, engine)
+
+    def _is_careful(self) -> bool:
+        return bool(self._rejections.suspects) or self._rejections.careful(time.monotonic())
+
+    def _serve_alone(self) -> None:
+        """Send the results for which everything before them in their lanes is durable."""
+        waiting, self._alone = self._alone, []
+        for one in waiting:
+            lane = one.delivery.lane
+            if lane is not None and lane.first is one.delivery:
+                self._send_alone(one)
+            else:
+                self._alone.append(one)
+
+    def _send_alone(self, one: _Alone) -> None:
+        """The first of its results; the next one follows when this one is durable."""
+        if self._closed:
+            return
+
+        def report(error: Any, _message: Any) -> None:
+            if self._closed:  # the loop may be closed too
+                return
+            if error is None:
+                one.records.popleft()
+                if one.records:
+                    self._send_alone(one)
+                else:
+                    self._answered(one, None)
+            elif is_rejection(error):
+                self._answered(one, _why(self._sink, error))
+            else:
+                one.delivery.engine.refused(one.delivery, error)
+
+        topic, value, key, partition, _, _, stamp, headers = one.records[0]
+        produce: Any = self._worker_session.producer("alone").produce
+        try:
+            produce(topic, value, key, partition, report, None, stamp, headers)
+        except BufferError:
+            self._alone.append(one)
+        except KafkaException as error:
+            report(error.args[0], None)
+
+    def _answered(self, one: _Alone, problem: str | None) -> None:
+        delivery, rejections = one.delivery, self._rejections
+        rejections.suspects.discard((delivery.partition, delivery.offset))
+        if problem is not None:
+            rejections.rejected(time.monotonic())
+        delivery.engine.answered(delivery, problem)
+
+    def close(self) -> None:
+        """Send nothing more: what was gathered and not sent is not done."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._gathered, self._alone = [], []
+
+    def _let_go(self, producer: Producer, engine: Engine) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        gathered, self._gathered = self._gathered, []
+        self._give(producer, gathered, engine, gathered=True)
+
+    def _give(
+        self,
+        producer: Producer,
+        records: Sequence[tuple[Any, ...]],
+        engine: Engine,
+        *,
+        gathered: bool = False,
+    ) -> None:
+        """To the client. One that takes no more ends the task, and nothing may overtake what it did not take.
+
+        Raises :class:`Poison` for a result that is too large, while its message has not passed.
+        """
+        if engine.failure.done():
+            return
+        produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
+        try:
+            for record in records:
+                while True:
+                    try:
+                        produce(*record)
+                        break
+                    except BufferError:
+                        # Gigabytes wait for a broker that does not answer: nothing else can go on either.
+                        producer.poll(0.1)
+                        if engine.failure.done():  # one that was taken before could not be written
+                            return
+        except Exception as error:
+            if isinstance(error, KafkaException) and is_rejection(error.args[0]):
+                if not gathered:
+                    raise Poison(_why(self._sink, error.args[0])) from error
+                record[4](error.args[0], None)
+                return
+            engine.fail(
+                BrokerError(
+                    f"topic {self._sink!r} takes no results: {error}. What was not written runs again."
+                )
+            )
+
+    def look(self, engine: Engine) -> None:
+        """Decide now and then whether results are gathered: by how many lanes or messages wait for their turn."""
+        if self._alone:
+            self._serve_alone()
+        waiting = engine.held if engine.behind else len(engine.table.ready)
+        self._least = min(self._least, waiting)
+        now = time.monotonic()
+        if now - self._looked < _LOOK or self._producer is None:
+            return
+        gathered, self._gathers = self._gathers, self._least > CROWDED
+        self._direct = not self._gathers and not self._is_careful()
+        self._oldest, self._newest = self._times()
+        self._looked, self._least = now, waiting
+        if gathered and not self._gathers:
+            self._let_go(self._producer, engine)  # before anything overtakes them
+
+    def poll(self) -> None:
+        """Serve what has been acknowledged. Raises BrokerError when the client of the results writes nothing more."""
+        try:
+            if self._producer is not None:
+                self._producer.poll(0)
+            self._worker_session.poll()
+        except KafkaException as error:
+            raise BrokerError(
+                f"topic {self._sink!r} takes no results: {error.args[0].str()}. What was not written runs again."
+            ) from error
+
+    @staticmethod
+    def _size(delivery: Delivery, value: bytes, headers: Headers) -> int:
+        carried = sum(len(name) + len(content or b"") + 8 for name, content in headers)
+        return len(value) + len(delivery.key or b"") + carried
+
+
+def _why(sink: str, error: Any) -> str:
+    return f"topic {sink!r} rejects the result: {error.str()}"

@@ -1,0 +1,231 @@
+"""Writes a task's telemetry. Nothing here may disturb the work: what cannot be sent is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from keylane.engine.latency_sampler import LatencySampler
+from keylane.errors import KeylaneError
+from keylane.kafka.client import KafkaException
+from keylane.lanes.lane_record import LaneStatus
+from keylane.safe_text import cut_bytes
+from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from keylane.engine.engine import Engine
+    from keylane.engine.stages import Step
+    from keylane.kafka.client import Producer
+    from keylane.kafka.fetcher import Fetcher
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.spec import AppSpec
+    from keylane.worker.progress import ProgressTracker
+    from keylane.worker.task import TaskPlan
+
+log = logging.getLogger("keylane.telemetry")
+
+_GIVEN_UP = 5.0
+"""Seconds after which a record is of no use any more."""
+_HOT_EVERY = 5.0
+"""Seconds between two looks at the hot keys, whose backlogs have to be counted."""
+_KEY = 200
+"""Bytes of a hot key that are told."""
+
+
+class TelemetrySender:
+    """Sends records with a client of its own, which is kept from epoch to epoch. Never raises, never waits."""
+
+    def __init__(self, settings: KafkaSettings, topic: str) -> None:
+        self.dropped = 0
+        self._topic = topic
+        self._said = False
+        self._producer: Producer | None = None
+        try:
+            self._producer = settings.producer(
+                **{
+                    "enable.idempotence": False,
+                    "acks": 1,
+                    "linger.ms": 0,
+                    "message.timeout.ms": int(_GIVEN_UP * 1000),
+                    "queue.buffering.max.messages": 64,
+                    "queue.buffering.max.kbytes": 16_384,
+                }
+            )
+        except KeylaneError as error:
+            self._drop(error)
+
+    def send(self, key: bytes, value: bytes) -> None:
+        """Hand over a record, or drop it."""
+        if self._producer is None:
+            self.dropped += 1
+            return
+        try:
+            self._producer.poll(0)
+            self._producer.produce(self._topic, value, key, on_delivery=self._report)
+        except (KafkaException, BufferError) as error:
+            self._drop(error)
+
+    def serve(self) -> None:
+        """Hear what became of those that were sent."""
+        if self._producer is not None:
+            self._producer.poll(0)
+
+    def close(self) -> None:
+        """What was not sent so far is not waited for."""
+        if self._producer is not None:
+            with contextlib.suppress(KafkaException):
+                self._producer.purge()
+            self._producer = None
+
+    def _report(self, error: Any, _message: Any) -> None:
+        if error is not None:
+            self._drop(error)
+
+    def _drop(self, why: object) -> None:
+        self.dropped += 1
+        if not self._said:
+            self._said = True
+            log.warning(
+                "telemetry is dropped: topic %r does not take it (%s). The work goes on without it; this is said once",
+                self._topic,
+                why,
+            )
+
+
+class TelemetryWriter:
+    """One task's, in one epoch. Used on its loop; :meth:`run` and :meth:`last` raise nothing of their own."""
+
+    def __init__(self, app: AppSpec, plan: TaskPlan, owner: str, *, interval: float) -> None:
+        self._app = app
+        self._plan = plan
+        self._owner = owner
+        self._interval = interval
+        self._life = uuid.uuid4().hex[:16]
+        self._began = time.time()
+        self._meter = LatencySampler()
+        self.done = self._meter.done
+        """To be told of what is done."""
+        self._hot: tuple[HotFigures, ...] = ()
+        self._hot_after = 0.0
+        self._dropped_before = 0
+        self._done, self._progressed = 0, self._began
+        self._moved: dict[int, tuple[int, float]] = {}  # the watermark, and when it was first seen there
+        self._sender: TelemetrySender
+        self._engine: Engine
+        self._steps: Sequence[Step]
+        self._progress: ProgressTracker
+        self._fetcher: Fetcher
+
+    def open(
+        self,
+        sender: TelemetrySender,
+        engine: Engine,
+        steps: Sequence[Step],
+        progress_tracker: ProgressTracker,
+        fetcher: Fetcher,
+    ) -> None:
+        """Where it goes, and what it is about."""
+        self._sender, self._engine, self._steps = sender, engine, steps
+        self._dropped_before = sender.dropped
+        self._progress, self._fetcher = progress_tracker, fetcher
+
+    async def run(self) -> None:
+        """Tell every interval, until cancelled."""
+        due = time.monotonic() + self._interval
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            due = max(due + self._interval, time.monotonic())
+            if not self._tell():
+                return
+            self._meter.tick()
+
+    def last(self) -> None:
+        """The epoch is over."""
+        self._tell(final=True)
+        self._sender.serve()
+
+    def snapshot(self, *, final: bool = False) -> Snapshot:
+        """The task now."""
+        figures, plan, engine = self._engine.statistics(), self._plan, self._engine
+        now = time.time()
+        if figures.done != self._done:
+            self._done, self._progressed = figures.done, now
+        if time.monotonic() >= self._hot_after:
+            self._hot_after = time.monotonic() + _HOT_EVERY
+            self._hot = tuple(
+                HotFigures(
+                    key=cut_bytes(hot.key, _KEY),
+                    partition=hot.partition,
+                    share=round(hot.share, 4),
+                    waiting=hot.waiting,
+                )
+                for hot in engine.skew.hot()
+            )
+        stops = [record.stop for record in engine.stopped_lanes.records.values()]
+        return Snapshot(
+            app=self._app.name,
+            source=self._app.source,
+            run=plan.run,
+            epoch=plan.epoch,
+            task=plan.task,
+            plan=plan.order,
+            order=self._app.order.name,
+            owner=self._owner,
+            life=self._life,
+            began=round(self._began, 3),
+            at=round(now, 3),
+            interval=self._interval,
+            final=final,
+            progressed=round(self._progressed, 3),
+            done=figures.done,
+            outcomes=figures.outcomes,
+            retries=figures.retries,
+            dropped=self._sender.dropped - self._dropped_before,
+            lanes=LaneFigures(
+                all=figures.lanes.lanes,
+                ready=figures.lanes.ready,
+                running=figures.lanes.running,
+                retrying=figures.lanes.retrying,
+                waiting=figures.lanes.waiting,
+                blocked=stops.count(LaneStatus.BLOCKED),
+                parked=stops.count(LaneStatus.PARKED),
+            ),
+            held=figures.held,
+            early=figures.early,
+            capacity=self._fetcher.room,
+            partitions={p: self._partition(p, now) for p in self._progress.watermarks},
+            breakers={s.name: s.gate.circuit.state.value for s in self._steps if s.gate is not None},
+            latency=self._meter.latency,
+            processing=self._meter.processing,
+            hot=self._hot,
+        )
+
+    def _partition(self, partition: int, now: float) -> PartitionFigures:
+        mark, share = self._progress.watermarks[partition], self._fetcher.shares[partition]
+        before, moved = self._moved.get(partition, (mark.value, self._began))
+        if mark.value != before:
+            moved = now
+        self._moved[partition] = mark.value, moved
+        return PartitionFigures(
+            watermark=mark.value,
+            position=mark.position,
+            end=max(share.end, mark.position),
+            held=share.held,
+            away=share.away,
+            paused=bool(share.paused_at),
+            moved=round(moved, 3),
+        )
+
+    def _tell(self, *, final: bool = False) -> bool:
+        try:
+            self._sender.send(str(self._plan.task).encode(), self.snapshot(final=final).encode())
+        except Exception:  # whatever is wrong with the figures, the work is not
+            log.exception("%s: telemetry ends: its figures could not be put together", self._owner)
+            return False
+        return True

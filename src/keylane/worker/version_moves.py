@@ -1,0 +1,65 @@
+"""Versions of entities whose keys moved to other partitions, because partitions were added to the source.
+
+An entity's mark is in the state partition of the source partition that its key was in. When the topic grows, some keys
+are in other partitions. The old ones are worked off before the new ones are read, so all marks are final by then. The
+first task that has a partition under the new number looks for the marks of its keys in all state partitions, and
+writes them down in its own. Where a key is now follows from murmur2, as Java clients and Keylane place keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from keylane.engine.version_store import Moves
+from keylane.errors import BrokerError
+from keylane.policies.versions import decode_mark
+from keylane.state.topic import VERSION, StateTopic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from keylane.engine.version_store import VersionStore
+    from keylane.offsets.slots import Slots
+    from keylane.spec import AppSpec
+    from keylane.worker.session import WorkerSession
+
+_WAIT = 30.0
+"""Seconds for which records behind an open transaction are waited for."""
+
+
+class _AllVersions(StateTopic):
+    """A view of all state partitions that takes nothing but versions."""
+
+    moves: Moves
+
+    def take_into(self, moves: Moves) -> None:
+        """Where the marks go."""
+        self.moves, self.versions, self._versions_only = moves, moves.store, True
+
+    def _apply(self, message: Any, name: bytes, value: bytes | None) -> None:
+        known = value is not None and self._labels.accepts(name, message)
+        mark = decode_mark(value) if known and value is not None else None
+        written = max(0, message.timestamp()[1])
+        self.moves.put(message.partition(), name.removeprefix(VERSION), mark, written)
+
+
+def gather(
+    worker_session: WorkerSession, app: AppSpec, partitions: int, slots: Mapping[int, Slots]
+) -> VersionStore:
+    """All marks of the keys that are in these partitions now. Blocks. Raises BrokerError."""
+    count = worker_session.cluster.partitions(app.state)
+    state = _AllVersions(
+        worker_session.settings, app.name, app.state, range(count), "", labels=worker_session.labels
+    )
+    state.take_into(Moves(partitions, slots))
+    try:
+        ends = worker_session.cluster.ends(app.state, range(count))
+        state.restore()
+        if not state.read_through({p: end - 1 for p, end in ends.items()}, _WAIT):
+            raise BrokerError(
+                f"topic {app.state!r} could not be read to its end: a transaction in it is open. The versions of keys "
+                "that moved to other partitions are not known before it ends"
+            )
+    finally:
+        state.close()
+    return state.moves.store

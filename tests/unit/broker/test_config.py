@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keylane.broker import Broker, EmbeddedBrokerError
+from keylane.broker.config import (
+    Address,
+    Setting,
+    bootstrap,
+    format_storage,
+    heap_flags,
+    java_flags,
+    new_uuid,
+    render,
+    server_properties,
+)
+
+pytestmark = pytest.mark.timeout(20)
+
+NODES = tuple(Address(node=number, port=2000 + number, controller_port=3000 + number) for number in (1, 2, 3))
+
+
+def test_one_node_needs_one_replica() -> None:
+    properties = server_properties(NODES[0], NODES[:1], {})
+    assert properties["offsets.topic.replication.factor"] == "1"
+    assert properties["min.insync.replicas"] == "1"
+    assert properties["auto.create.topics.enable"] == "false"
+
+
+def test_config_three_nodes_have_three_replicas_two_in_sync() -> None:
+    properties = server_properties(NODES[1], NODES, {})
+    for name in ("offsets.topic", "transaction.state.log", "share.coordinator.state.topic"):
+        assert properties[f"{name}.replication.factor"] == "3"
+    assert properties["default.replication.factor"] == "3"
+    assert properties["min.insync.replicas"] == properties["transaction.state.log.min.isr"] == "2"
+    assert properties["controller.quorum.voters"] == "1@127.0.0.1:3001,2@127.0.0.1:3002,3@127.0.0.1:3003"
+    assert "0.0.0.0" not in properties["listeners"]  # noqa: S104 - loopback only
+    assert bootstrap(NODES) == "127.0.0.1:2001,127.0.0.1:2002,127.0.0.1:2003"
+
+
+def test_settings_win_and_are_written_as_kafka_reads_them() -> None:
+    settings: dict[str, Setting] = {
+        "auto.create.topics.enable": True,
+        "num.partitions": 7,
+        "offsets.topic.num.partitions": "50",
+    }
+    properties = server_properties(NODES[0], NODES[:1], settings)
+    assert properties["auto.create.topics.enable"] == "true"
+    assert properties["num.partitions"] == "7"
+    assert properties["offsets.topic.num.partitions"] == "50"
+
+
+@pytest.mark.parametrize(
+    "name", ["listeners", "node.id", "log.dirs", "controller.quorum.voters", "process.roles"]
+)
+def test_config_refuses_settings_that_the_broker_decides(name: str) -> None:
+    with pytest.raises(EmbeddedBrokerError, match=name):
+        Broker(settings={name: "x"})
+
+
+@pytest.mark.parametrize("nodes", [0, 10])
+def test_config_refuses_an_impossible_number_of_nodes(nodes: int) -> None:
+    with pytest.raises(EmbeddedBrokerError, match="choose 1 to 9"):
+        Broker(nodes=nodes)
+
+
+def test_heaps() -> None:
+    assert heap_flags("512m") == ("-Xmx512m", "-Xms256m")
+    assert heap_flags("2G") == ("-Xmx2048m", "-Xms1024m")
+    for wrong in ("512", "64m", "much", "-1g", ""):
+        with pytest.raises(EmbeddedBrokerError, match="no heap for Kafka"):
+            heap_flags(wrong)
+
+
+def test_the_class_archive_is_used_where_there_is_one() -> None:
+    assert "-XX:SharedArchiveFile=/x.jsa" in java_flags("512m", Path("/x.jsa"))
+    assert not any("SharedArchiveFile" in flag for flag in java_flags("512m", None))
+
+
+def test_properties_are_escaped_as_java_reads_them() -> None:
+    assert render({"a b": "c:\\d é\n", "e": " f"}) == "a\\ b=c:\\u005cd \\u00e9\\u000a\ne=\\ f\n"
+
+
+def test_ids_are_as_kafka_writes_them() -> None:
+    for _ in range(200):
+        made = new_uuid()
+        assert len(made) == 22
+        assert not made.startswith("-")
+
+
+def test_storage_is_formatted_once(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "template"
+    checkpoint.write_bytes(b"features")
+    format_storage(tmp_path, node=2, cluster="C", checkpoint=checkpoint)
+    meta = (tmp_path / "data" / "meta.properties").read_text()
+    assert {"version=1", "cluster.id=C", "node.id=2"} <= set(meta.splitlines())
+    assert (tmp_path / "data" / "bootstrap.checkpoint").read_bytes() == b"features"
+    format_storage(tmp_path, node=2, cluster="other", checkpoint=checkpoint)
+    assert (tmp_path / "data" / "meta.properties").read_text() == meta
+
+
+def test_a_broker_that_is_not_started_says_so() -> None:
+    broker = Broker()
+    with pytest.raises(EmbeddedBrokerError, match="not started"):
+        _ = broker.bootstrap
+    broker.stop()
+    assert repr(broker) == "<Broker not started>"

@@ -1,0 +1,138 @@
+"""Settings of the Kafka client: from options, from a file of them, and from the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import KafkaError as ClientError
+
+from keylane.cli.arguments import client
+from keylane.cli.run import _options
+from keylane.errors import BrokerError, SettingsError
+from keylane.kafka import cluster
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.settings import KafkaSettings, given_settings
+from keylane.spark.options import Options
+from keylane.spark.topic_options import TopicOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "client.options"
+    file.write_text("# ours\n\nkafka.sasl.username = shop\nkafka.sasl.password=a=b c\n")
+    return file
+
+
+def test_environment_gives_client_settings_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYLANE_KAFKA_SASL_PASSWORD", "s3cret")
+    monkeypatch.setenv("KEYLANE_KAFKA_SASL_USERNAME", "")
+    expected = (("sasl.password", "s3cret"),)
+    assert client("b:1", None).extra == expected
+    assert Options.parse({"bootstrap": "b:1"}, "t").settings.extra == expected
+    assert given_settings("b:1", {}, known=(), what="Publisher").extra == expected
+    topic = TopicOptions.parse({"subscribe": "t", "kafka.bootstrap.servers": "b:1"}, stream=False)
+    assert topic.settings.extra == expected
+
+
+def test_given_option_replaces_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYLANE_KAFKA_SASL_PASSWORD", "environment")
+    assert client("b:1", ["kafka.sasl.password=given"]).extra == (("sasl.password", "given"),)
+
+
+def test_setting_that_is_ours_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYLANE_KAFKA_GROUP_ID", "mine")
+    with pytest.raises(SettingsError, match=r"kafka\.group\.id"):
+        client("b:1", None)
+
+
+def test_options_come_from_a_file(file: Path) -> None:
+    assert client("b:1", [f"@{file}"]).extra == (("sasl.password", "a=b c"), ("sasl.username", "shop"))
+    assert _options([f"@{file}"]) == {"kafka.sasl.username": "shop", "kafka.sasl.password": "a=b c"}
+
+
+def test_later_option_replaces_that_of_a_file(file: Path) -> None:
+    found = dict(client("b:1", [f"@{file}", "kafka.sasl.username=other"]).extra)
+    assert found == {"sasl.password": "a=b c", "sasl.username": "other"}
+
+
+def test_file_that_is_missing_is_named() -> None:
+    with pytest.raises(SettingsError, match="--option @/nowhere: could not read the file"):
+        client("b:1", ["@/nowhere"])
+
+
+def test_malformed_line_of_a_file_is_not_shown(file: Path) -> None:
+    file.write_text("kafka.sasl.username=shop\ns3cret\n")
+    with pytest.raises(SettingsError, match="expected NAME=VALUE in line 2") as refused:
+        client("b:1", [f"@{file}"])
+    assert "s3cret" not in str(refused.value)
+
+
+class Port:
+    """Takes connections and ends each with these bytes, as something that is not the broker one thinks it is."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._answer = answer
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                with client, contextlib.suppress(OSError):
+                    client.recv(1000)
+                    client.sendall(self._answer)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
+    monkeypatch.setattr(cluster, "TIMEOUT", 2.0)
+    ports: list[Port] = []
+
+    def opened(answer: bytes) -> str:
+        ports.append(Port(answer))
+        return ports[-1].address
+
+    yield opened
+    for one in ports:
+        one.close()
+
+
+def test_port_that_speaks_another_protocol_is_named(port: Callable[[bytes], str]) -> None:
+    alert = b"\x15\x03\x03\x00\x02\x02\x46"  # what TLS answers to something else
+    with pytest.raises(BrokerError, match=r"does not answer to 'plaintext': check kafka\.security\.protocol"):
+        Cluster(KafkaSettings(port(alert))).topics()
+
+
+def test_failed_tls_handshake_is_named(port: Callable[[bytes], str]) -> None:
+    settings = KafkaSettings(port(b"HTTP/1.1 400 Bad Request\r\n\r\n"), (("security.protocol", "SSL"),))
+    with pytest.raises(BrokerError, match=r"no TLS connection could be made; check .*SSL handshake failed"):
+        Cluster(settings).topics()
+
+
+def test_refused_login_is_named(port: Callable[[bytes], str]) -> None:
+    settings = KafkaSettings(port(b""))
+    settings._heard(ClientError(ClientError._AUTHENTICATION, "SASL authentication error"))
+    said = settings.why_silent()
+    assert said.startswith("the broker refuses the login; check kafka.sasl.mechanism")
+    assert "SASL authentication error" in said
+    assert "login;" not in settings.why_silent(), "an old refusal explains nothing new"
+
+
+def test_broker_that_is_away_is_not_refusing() -> None:
+    settings = KafkaSettings("127.0.0.1:1")
+    settings._heard(ClientError(ClientError._TRANSPORT, "Connection refused"))
+    assert settings.why_silent().startswith("Is it running")

@@ -1,0 +1,13 @@
+"""The settings that the app's state topic is created with."""
+
+from __future__ import annotations
+
+from keylane.kafka import cluster
+from keylane.kafka.transactional_writer import MAX_PROGRESS
+
+
+def test_state_topic_takes_the_largest_record() -> None:
+    assert int(cluster.STATE["max.message.bytes"]) > MAX_PROGRESS + 10_000, (
+        "whatever the broker's own limit is"
+    )
+    assert cluster.STATE["cleanup.policy"] == "compact"

@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import asyncio
+import doctest
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import keylane.testing.clock
+import keylane.testing.harness
+import keylane.testing.log
+from keylane import App, Message, Poison, SettingsError, Transient
+from keylane.testing import (
+    Crash,
+    Drain,
+    EventKind,
+    Fault,
+    Flaw,
+    Harness,
+    Pause,
+    RunResult,
+    StuckError,
+    check,
+    check_results,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def echo(delay: float = 1.0, **settings: Any) -> App:
+    """An app that takes its time and gives back what it got."""
+    app = App("echo", source="in", **{"sink": "out", **settings})
+
+    @app.stage
+    async def wait(msg: Message) -> Any:
+        await asyncio.sleep(delay)
+        return msg.value
+
+    return app
+
+
+def send(run: Harness, keys: int, each: int) -> None:
+    for number in range(each):
+        for key in range(keys):
+            run.send(key=b"k%d" % key, value=b"%d" % number)
+
+
+def values(result: RunResult, key: bytes) -> list[int]:
+    return [int(written.value) for written in result.results if written.key == key]
+
+
+@pytest.mark.parametrize("module", [keylane.testing.harness, keylane.testing.clock, keylane.testing.log])
+def test_the_examples_in_the_docstrings_run(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_results_are_in_the_sink_with_key_headers_and_an_event_id() -> None:
+    run = Harness(echo(), partitions=3)
+    run.send(key=b"a", value=b"1", headers=[("x", b"y"), ("x", None)])
+    run.send(key=b"a", value=b"2", headers=[("event-id", b"e-2")])
+    result = run.run()
+    first, second = result.results
+    assert (first.key, first.value, first.offset) == (b"a", b"1", 0)
+    assert first.headers == [("x", b"y"), ("x", None), ("event-id", f"echo/in/{first.partition}/0".encode())]
+    assert second.headers == [("event-id", b"echo/e-2")]
+    assert second.offset == 1
+    assert [record.value() for record in run.log.records("out")] == [b"1", b"2"]
+    result.verdict.raise_if_bad()
+
+
+def test_virtual_seconds_pass_and_real_ones_do_not() -> None:
+    run = Harness(echo(delay=600), latency=0.5)
+    send(run, keys=3, each=4)
+    began = time.monotonic()
+    result = run.run()
+    assert result.elapsed == pytest.approx(4 * 600 + 0.5, abs=0.01)
+    assert time.monotonic() - began < 5
+
+
+def test_messages_arrive_at_their_second_whenever_they_were_sent() -> None:
+    run = Harness(echo(delay=0.0))
+    run.send(key=b"a", value=b"late", at=20.0)
+    run.send(key=b"a", value=b"early", at=10.0)
+    run.send(key=b"a", value=b"early too", at=10.0)
+    result = run.run()
+    assert [written.value for written in result.results] == [b"early", b"early too", b"late"]
+    starts = [event.at for event in result.history if event.kind is EventKind.START]
+    assert starts == pytest.approx([10.0, 10.0, 20.0])
+
+
+def test_a_message_carries_the_second_of_its_arrival() -> None:
+    app = App("app", source="in", sink="out")
+
+    @app.stage
+    async def stamp(msg: Message) -> int | None:
+        return msg.timestamp
+
+    run = Harness(app)
+    run.send(key=b"a", value=b"", at=1.5)
+    assert run.run().results[0].value == b"1500"
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    def go(seed: int) -> RunResult:
+        app = App("app", source="in", sink="out")
+
+        @app.stage
+        async def shaky(msg: Message) -> Any:
+            await asyncio.sleep(0.3)
+            if msg.attempt < 3:
+                raise Transient("again")
+            return msg.value
+
+        run = Harness(app, seed=seed, latency=(0.0, 2.0), holes=0.3, faults=[Crash(at=1.5), Drain(at=3.0)])
+        send(run, keys=4, each=5)
+        return run.run()
+
+    assert go(1) == go(1)
+    assert go(1).history != go(2).history
+
+
+def test_dead_letters_say_why() -> None:
+    app = App("app", source="in", sink="out")
+
+    @app.stage
+    async def fine(msg: Message) -> Any:
+        return msg.value
+
+    @app.stage
+    async def strict(msg: Message) -> Any:
+        raise Poison(f"not {msg.value!r}")
+
+    run = Harness(app)
+    run.send(key=b"a", value=b"1", headers=[("x", b"y")])
+    run.send(key=b"a", value=b"2")
+    result = run.run()
+    assert result.results == []
+    dead = result.dead[0]
+    assert (dead.key, dead.value, dead.headers, dead.offset) == (b"a", b"1", [("x", b"y")], 0)
+    assert (dead.stage, dead.error, dead.message) == ("strict", "keylane.errors.Poison", "not b'1'")
+    assert dead.attempts == 1
+    assert "raise Poison" in dead.traceback
+    result.verdict.raise_if_bad()
+
+
+def test_an_observer_of_the_apps_own_is_still_told() -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def started(self, message: Message, attempt: int) -> None:
+            self.seen.append(f"{message.offset} {attempt}")
+
+        def ended(self, message: Message, attempt: int, outcome: str) -> None:
+            self.seen.append(f"{message.offset} {attempt} {outcome}")
+
+    watcher = Watcher()
+    app = echo(observer=watcher)
+    run = Harness(app, partitions=1)
+    send(run, keys=1, each=2)
+    run.run()
+    assert watcher.seen == ["0 1", "0 1 ok", "1 1", "1 1 ok"]
+    assert app.spec.observer is watcher
+
+
+def test_acknowledgements_come_in_order_in_a_partition_and_in_any_order_otherwise() -> None:
+    run = Harness(echo(delay=0.0), partitions=4, latency=(0.0, 10.0), seed=3)
+    send(run, keys=16, each=5)
+    result = run.run()
+    for partition in range(4):
+        offsets = [written.offset for written in result.results if written.partition == partition]
+        assert offsets == list(range(len(offsets)))
+    numbers = [int(written.value) for written in result.results]
+    assert numbers != sorted(numbers)
+    result.verdict.raise_if_bad()
+
+
+def test_a_pause_of_the_sink_holds_back_what_is_done_and_not_what_runs() -> None:
+    run = Harness(echo(delay=1.0), faults=[Pause(at=0.5, for_=100.0)])
+    send(run, keys=1, each=3)
+    result = run.run()
+    last_end = max(event.at for event in result.history if event.kind is EventKind.END)
+    assert last_end == pytest.approx(3.0)
+    assert result.elapsed == pytest.approx(100.5, abs=0.01)
+
+
+def test_a_full_partition_waits_until_something_is_done() -> None:
+    run = Harness(echo(delay=1.0, max_buffered=2), partitions=1, latency=5.0)
+    send(run, keys=6, each=1)
+    result = run.run()
+    starts = [event.at for event in result.history if event.kind is EventKind.START]
+    assert starts == pytest.approx([0, 0, 6, 6, 12, 12], abs=0.01)
+
+
+def crashing(faults: list[Fault], seed: int = 0, **settings: Any) -> RunResult:
+    run = Harness(
+        echo(commit_interval=2.0, **settings), seed=seed, latency=(0.0, 0.5), holes=0.2, faults=faults
+    )
+    send(run, keys=5, each=8)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    inputs = [(record.key(), record.value()) for record in run.log.records("in")]
+    outputs = [(record.key(), record.value()) for record in run.log.records("out")]
+    check_results(inputs, outputs, allow_duplicates=True).raise_if_bad()
+    return result
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0, 2.001, 4.2, 7.99, 8.3])
+def test_a_crash_loses_nothing_and_repeats_only_what_was_not_committed(at: float) -> None:
+    result = crashing([Crash(at=at)])
+    assert result.epochs == 2
+    # At most what ran since the last commit, and the commits are 2 seconds apart: 5 lanes, 1 message a second.
+    assert result.verdict.repeats <= 5 * 3
+
+
+def test_crash_after_crash_loses_nothing() -> None:
+    result = crashing([Crash(at=0.7 * n) for n in range(1, 12)])
+    assert result.epochs == 12
+
+
+def test_a_drain_repeats_nothing() -> None:
+    result = crashing([Drain(at=1.5), Drain(at=3.2), Drain(at=3.3)])
+    assert result.epochs == 4
+    assert result.verdict.repeats == 0
+    assert len(result.results) == 40
+    assert result.verdict.counts.owners == 4
+
+
+def test_a_drain_that_takes_too_long_leaves_the_rest_to_the_next_epoch() -> None:
+    run = Harness(echo(delay=10.0, drain_timeout=3.0), faults=[Drain(at=5.0)])
+    send(run, keys=1, each=2)
+    result = run.run()
+    # Cancelled at second 8, begun anew, 10 seconds each.
+    assert result.elapsed == pytest.approx(28.0, abs=0.01)
+    assert values(result, b"k0") == [0, 1]
+    result.verdict.raise_if_bad()
+
+
+def test_a_crash_may_leave_results_that_nobody_was_told_of() -> None:
+    """Acknowledgements take longer than the crash lets them: what was written all the same comes twice."""
+    counts = set()
+    for seed in range(6):
+        run = Harness(echo(delay=0.1), seed=seed, latency=60.0, faults=[Crash(at=2.05)])
+        send(run, keys=1, each=10)
+        result = run.run()
+        result.verdict.raise_if_bad()
+        found = values(result, b"k0")
+        before = len(found) - 10
+        assert found == [*range(before), *range(10)], "the oldest of what was handed over, and then all"
+        counts.add(before)
+    assert len(counts) > 2
+
+
+def test_faults_after_the_end_do_nothing() -> None:
+    run = Harness(echo(), faults=[Crash(at=1000.0)])
+    send(run, keys=1, each=2)
+    result = run.run()
+    assert result.epochs == 1
+    assert result.elapsed == pytest.approx(2.001, abs=0.01)
+
+
+def test_more_can_be_sent_after_a_run_and_nothing_is_done_again() -> None:
+    run = Harness(echo())
+    send(run, keys=1, each=2)
+    first = run.run()
+    send(run, keys=1, each=3)
+    second = run.run()
+    assert values(first, b"k0") == [0, 1]
+    assert values(second, b"k0") == [0, 1, 0, 1, 2]
+    assert second.elapsed == pytest.approx(first.elapsed + 3.001, abs=0.01)
+    second.verdict.raise_if_bad()
+
+
+def test_nothing_sent_is_done_at_once() -> None:
+    result = Harness(echo()).run()
+    assert (result.results, result.dead, len(result.history)) == ([], [], 0)
+    assert not result.verdict.ok, "and proves nothing"
+
+
+def test_a_single_message_proves_nothing_about_order() -> None:
+    run = Harness(echo())
+    run.send(key=b"a", value=b"1")
+    assert set(run.run().verdict.tally) == {Flaw.THIN}
+
+
+def test_an_app_that_cannot_run_is_refused() -> None:
+    with pytest.raises(SettingsError, match="has no stages"):
+        Harness(App("app", source="in"))
+
+
+def test_a_stage_that_waits_for_ever_is_named() -> None:
+    app = App("app", source="in")
+
+    @app.stage
+    async def hang(msg: Message) -> None:
+        await asyncio.Event().wait()
+
+    run = Harness(app)
+    run.send(key=b"a", value=b"1")
+    with pytest.raises(StuckError, match=r"nothing is left that could go on.*hang \(test_harness.py:\d+\)"):
+        run.run()
+
+
+def test_a_stage_that_polls_for_ever_passes_the_limit() -> None:
+    app = App("app", source="in")
+
+    @app.stage
+    async def poll(msg: Message) -> None:
+        while True:  # noqa: ASYNC110 - a stage like this is what it is about
+            await asyncio.sleep(60)
+
+    run = Harness(app, limit=3600)
+    run.send(key=b"a", value=b"1", at=1000.0)
+    with pytest.raises(StuckError, match="the limit of 4600 is passed"):
+        run.run()
+
+
+def test_plain_stages_run_in_threads_and_take_no_virtual_time() -> None:
+    app = App("app", source="in", sink="out")
+
+    @app.stage
+    def slow(msg: Message) -> Any:
+        time.sleep(0.002)
+        return msg.value
+
+    run = Harness(app, faults=[Crash(at=0.0005)], latency=0.001)
+    send(run, keys=4, each=5)
+    result = run.run()
+    assert result.elapsed < 0.1
+    assert {values(result, b"k%d" % key)[-5:] == [0, 1, 2, 3, 4] for key in range(4)} == {True}
+    result.verdict.raise_if_bad()
+
+
+@pytest.mark.parametrize("policy", ["skip", "block", "block_and_dlq", "park"])
+def test_verdict_of_a_correct_app_is_ok_under_every_policy(policy: Any) -> None:
+    app = App("shop", source="in", sink="out", on_failure=policy)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"bad":
+            raise Poison("bad")
+        return bytes(msg.value)
+
+    run = Harness(app)
+    for n in range(20):
+        run.send("bad" if n == 7 else str(n), key=f"k{n % 5}")
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert len(result.waiting) == (0 if policy == "skip" else 3)
+    assert result.verdict.lost == ()
+
+
+@pytest.mark.parametrize(("order", "waiting"), [("partition", None), ("global", 13)])
+def test_messages_behind_a_blocked_lane_wait(order: Any, waiting: int | None) -> None:
+    app = App("shop", source="in", on_failure="block", order=order)
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        if msg.value == b"bad":
+            raise Poison("bad")
+
+    run = Harness(app)
+    for n in range(20):
+        run.send("bad" if n == 7 else str(n), key=f"k{n % 5}", at=n)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert result.waiting
+    assert waiting is None or len(result.waiting) == waiting
+
+
+def test_waiting_excuses_no_other_message() -> None:
+    app = App("shop", source="in", on_failure="park")
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        if msg.value == b"bad":
+            raise Poison("bad")
+
+    run = Harness(app, partitions=1)
+    for n in range(6):
+        run.send("bad" if n == 3 else str(n), key="k")
+    result = run.run()
+    sent = {(0, offset): b"k" for offset in range(7)}
+    verdict = check(result.history, sent=sent, waiting=result.waiting)
+    assert [(one.partition, one.offset) for one in verdict.lost] == [(0, 6)]
+
+
+def test_send_takes_what_a_publisher_takes() -> None:
+    app = App("shop", source="in", sink="out", decode="json")
+
+    @app.stage
+    async def work(msg: Message) -> list[Any]:
+        return [msg.value["id"], (dict(msg.headers)["h"] or b"").decode()]
+
+    run = Harness(app)
+    run.send({"id": 1}, key="anna", headers={"h": "x"})
+    run.send(key=b"anna", value=b'{"id":2}', headers=[("h", b"y")])
+    result = run.run()
+    assert [(one.key, one.value) for one in result.results] == [(b"anna", b'[1,"x"]'), (b"anna", b'[2,"y"]')]
+
+
+def test_resource_may_be_replaced_by_a_fake() -> None:
+    app = App("shop", source="in", sink="out")
+
+    @app.resource
+    def db() -> Any:
+        raise AssertionError("the real one must not be opened")
+
+    @app.resource
+    def table(db: Any) -> Any:
+        return db["prices"]
+
+    @app.stage
+    async def work(msg: Message, table: Any) -> str:
+        return str(table[msg.key])
+
+    run = Harness(app, resources={"db": {"prices": {b"a": 7}}})
+    run.send("x", key="a")
+    assert [one.value for one in run.run().results] == [b"7"]
+    with pytest.raises(SettingsError, match="has no resource 'cache'; it has 'db', 'table'"):
+        Harness(app, resources={"cache": 1})

@@ -1,0 +1,133 @@
+"""Random schedules of failures and faults in virtual time, by seed; and breakages that they must notice.
+
+`make soak` runs thousands of seeds (``python -m schedules``), `make replay SEED=7` one of them with its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import schedules
+from keylane.engine.stopped_lanes import StoppedLanes
+from keylane.lanes.redrive import LaneRedrive
+from keylane.offsets.range_progress import RangeWatermark
+from keylane.offsets.watermark import Watermark
+from keylane.testing import MemorySink
+from keylane.testing.life import CommandClerk, TaskLife
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = range(int(os.environ.get("KEYLANE_SEEDS", "70")))
+ONE = os.environ.get("KEYLANE_SEED")
+
+
+@pytest.mark.parametrize("seed", SEEDS if ONE is None else [int(ONE)])
+def test_any_schedule_keeps_the_order_and_loses_nothing(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL if ONE is None else logging.INFO, "keylane")
+    schedules.run(seed)
+
+
+# Breakages. Each is noticed by one of the first seeds.
+
+
+BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def breakage(function: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """One more breakage."""
+    BREAKAGES[function.__name__] = function
+
+
+@breakage
+def result_counts_before_it_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    hand_over = MemorySink._hand_over
+
+    def early(self: MemorySink, place: Any, handed_over: Any, *latency: Any) -> None:
+        if place[0] == "out" and not self._exact:
+            asyncio.get_running_loop().call_soon(handed_over.tell)
+            handed_over = type(handed_over)(write=handed_over.write, tell=lambda: None)
+        hand_over(self, place, handed_over, *latency)
+
+    patch.setattr(MemorySink, "_hand_over", early)
+
+
+@breakage
+def letter_counts_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    hand_over = MemorySink._hand_over
+
+    def early(self: MemorySink, place: Any, handed_over: Any, *latency: Any) -> None:
+        if place[0] == "schedule.dlq" and not self._exact:
+            asyncio.get_running_loop().call_soon(handed_over.tell)
+            handed_over = type(handed_over)(write=handed_over.write, tell=lambda: None)
+        hand_over(self, place, handed_over, *latency)
+
+    patch.setattr(MemorySink, "_hand_over", early)
+
+
+@breakage
+def redrive_overlooks_letters_of_open_transactions(patch: pytest.MonkeyPatch) -> None:
+    redrive = CommandClerk._redrive
+
+    async def at_once(self: CommandClerk, partition: int, orders: dict[bytes, bytes]) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._app, "delivery", "at_least_once")
+            await redrive(self, partition, orders)
+
+    patch.setattr(CommandClerk, "_redrive", at_once)
+
+
+@breakage
+def aborted_transaction_is_visible(patch: pytest.MonkeyPatch) -> None:
+    crash = MemorySink.crash
+
+    def visible(self: MemorySink) -> None:
+        for write in self._open:
+            write()
+        crash(self)
+
+    patch.setattr(MemorySink, "crash", visible)
+
+
+@breakage
+def restart_passes_over_by_offset_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Watermark, "wanted", lambda self, offset: offset >= self._restored.position)
+
+
+@breakage
+def held_lanes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaneRedrive, "may_pass", property(lambda _self: True))
+
+
+@breakage
+def redriven_letters_come_first_wherever_they_were(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StoppedLanes, "_comes_next", lambda _self, _lane, _letter: True)
+
+
+@breakage
+def stopped_lanes_are_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TaskLife, "_lanes", lambda _self: [])
+
+
+@breakage
+def ring_filter_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    def everything(self: RangeWatermark, records: Any) -> Any:
+        found = list(records)
+        self._batch = {r.offset(): self.slots.first for r in found}
+        return found
+
+    patch.setattr(RangeWatermark, "own", everything)
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_schedules_notice_the_breakage(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    BREAKAGES[name](monkeypatch)
+    assert any(schedules.problem_of(seed)[1] for seed in range(200))

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from keylane import App, Message
+from keylane.dlq.record import DeadLetter, DeadLetterKind
+from keylane.engine import engine as real
+from keylane.engine.stages import open_pipeline
+from keylane.kafka.settings import KafkaSettings
+from keylane.lanes.lane_record import LaneRecord, LaneStatus
+from keylane.offsets.identity import AppIdentity, TopicIdentity
+from keylane.offsets.offset_runs import OffsetRuns
+from keylane.policies.failure_info import FailureInfo
+from keylane.state.admin import new_command
+from keylane.state.commands import COMMAND
+from keylane.testing import run_virtual
+from keylane.testing.log import MemoryLog
+from keylane.testing.sink import MemorySink
+from keylane.worker import commands
+from keylane.worker.commands import CommandExecutor
+from keylane.worker.task import TaskPlan
+
+if TYPE_CHECKING:
+    import pytest
+
+    from keylane.engine.delivery import Delivery
+    from keylane.state.commands import Command
+
+SETTINGS = KafkaSettings("nowhere:1")
+SOURCE = TopicIdentity(cluster="c", topic="in", id="1")
+
+
+class Output:
+    """The records that are noted, as the state topic keeps them."""
+
+    def __init__(self, *commands: Command) -> None:
+        self.records: dict[bytes, bytes | None] = {one.name: one.encode() for one in commands}
+
+    def note(self, _partition: int, name: bytes, value: bytes | None, _then: object) -> None:
+        self.records[name] = value
+
+    def commands(self) -> set[bytes]:
+        return {name for name, value in self.records.items() if name.startswith(COMMAND) and value}
+
+
+class Engine:
+    """Of an app without versions: it refuses every reset."""
+
+    versions = None
+
+
+def executor(
+    output: Any, engine: Any = None, redriven: dict[int, OffsetRuns] | None = None
+) -> CommandExecutor:
+    plan = TaskPlan(
+        run="r",
+        epoch=1,
+        task=0,
+        settings=SETTINGS,
+        identity=AppIdentity(source=SOURCE, dlq=SOURCE),
+        starts={0: 0},
+        until=None,
+        seconds=1,
+        sink_limit=0,
+        partitions=1,
+    )
+    app = App("app", source="in").spec
+
+    async def commit() -> None:
+        return
+
+    given: Any = (engine or Engine(), output, SETTINGS, app, "task", redriven or {}, {}, lambda: 0.0)
+    return CommandExecutor(*given, source=SOURCE, commit=commit, plan=plan)
+
+
+def test_an_answer_removes_no_newer_command_of_its_lane() -> None:
+    """The newer one is in the topic, and the task has not read it yet."""
+    first, newer = (new_command("reset", partition=0, key=b"k") for _ in range(2))
+    output = Output(first, newer)
+    executor(output).take([first])
+    assert output.commands() == {newer.name}
+
+
+def parked(offset: int, event_id: bytes) -> DeadLetter:
+    """Behind the one that failed; its place among the letters is its message's in the source."""
+    return DeadLetter(
+        partition=0,
+        offset=offset,
+        key=b"k",
+        value=b"%d" % offset,
+        headers=(("event-id", event_id),),
+        headers_unreadable=None,
+        topic=SOURCE.topic,
+        topic_id=SOURCE.id,
+        cluster=SOURCE.cluster,
+        source_partition=0,
+        source_offset=offset,
+        timestamp=None,
+        kind=DeadLetterKind.PARKED,
+        stage=None,
+        error=None,
+        message=None,
+        traceback=None,
+        attempts=0,
+        failures=(),
+        failed_at=None,
+        park=0,
+        redrives=0,
+        app="app",
+        app_version=None,
+    )
+
+
+def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
+    monkeypatch.setattr(commands, "read_all_letters", lambda *_: iter(letters))
+    before = OffsetRuns()
+    before.add(0)
+    why = FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0)
+    record = LaneRecord(stop=LaneStatus.PARKED, key=b"k", partition=0, offset=0, since=0.0, letter=why)
+    app = App("app", source="in", sink="out", on_failure="park")
+    ran: list[bytes] = []
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        ran.append(bytes(msg.value))
+        return bytes(msg.value)
+
+    async def main() -> None:
+        sink = MemorySink(app.spec, MemoryLog(partitions=1), rng=Random(1), latency=(0.001, 0.001))
+
+        def on_done(deliveries: list[Delivery]) -> None:
+            for delivery in deliveries:
+                made.done(delivery)
+
+        async with open_pipeline(app.spec) as steps:
+            engine = real.Engine(app.spec, steps, sink, on_done=on_done)
+            made = executor(sink, engine, {0: before})
+            engine.restore({}, [record])
+            made.take([new_command("redrive", partition=0, key=b"k")])
+            job = asyncio.create_task(made.run())
+            while not made.idle:  # noqa: ASYNC110 - as a task that drains waits for it
+                await asyncio.sleep(0.01)
+            job.cancel()
+            await engine.drain(1.0)
+
+    run_virtual(main(), start=0.0, limit=100.0)
+    assert ran == [b"2"]

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException
+
+from keylane import App
+from keylane.engine.delivery import Delivery
+from keylane.errors import BrokerError
+from keylane.kafka.rejection import ANYTHING
+from keylane.testing.log import MemoryRecord
+from keylane.worker import output as module
+from keylane.worker.output import CROWDED, KafkaOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from keylane.dlq.writer import DeadLetterWriter
+    from keylane.engine.engine import Engine
+    from keylane.worker.session import WorkerSession
+
+
+class Client:
+    """Takes results as the real one does, but for those of one offset: as after a fatal error, or without its topic."""
+
+    def __init__(self, refuses: int = -1) -> None:
+        self.refuses = refuses
+        self.taken: list[int] = []
+        self.room = 1_000
+        self.reports: list[Callable[[], None]] = []
+
+    def poll(self, _seconds: float) -> None:
+        self.room = 1_000
+        for report in self.reports:
+            report()
+
+    def produce(self, *record: Any) -> None:
+        if not self.room:
+            raise BufferError
+        self.room -= 1
+        offset = record[4].offset  # the delivery, which is also the report
+        if offset == self.refuses:
+            raise KafkaException(ClientError(ClientError._UNKNOWN_TOPIC))
+        self.taken.append(offset)
+
+
+class Bench:
+    """An output, and the engine it tells of trouble; ``waiting`` lanes wait for their turn.
+
+    With ``held`` the task is far behind, by so many messages.
+    """
+
+    def __init__(self, client: Client, waiting: int, *, held: int = 0) -> None:
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.engine = cast(
+            "Engine",
+            SimpleNamespace(
+                failure=self.failed,
+                fail=self._fail,
+                held=held,
+                behind=bool(held),
+                table=SimpleNamespace(ready=range(waiting)),
+            ),
+        )
+        worker_session = cast(
+            "WorkerSession",
+            SimpleNamespace(
+                writer=None,
+                producer=lambda _use: client,
+                rules=lambda _topic: ANYTHING,
+                poll=lambda: None,
+            ),
+        )
+        app = App("a", source="in", sink="out")
+        self.output = KafkaOutput(worker_session, cast("DeadLetterWriter", None), app.spec, limit=1_000_000)
+        for _ in range(2):  # as it was at every look since the last time
+            self.output.look(self.engine)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def results(self, *offsets: int) -> None:
+        for offset in offsets:
+            record = MemoryRecord(topic="in", partition=0, offset=offset, key=b"k", value=b"v", timestamp=0)
+            self.output.result(Delivery(record, self.engine), b"v")
+
+
+@pytest.fixture(autouse=True)
+def _every_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK", 0.0)
+
+
+CALM, MANY = 0, CROWDED + 1
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_a_client_that_takes_no_results_ends_the_task_and_is_no_failure_of_the_message(waiting: int) -> None:
+    async def test() -> None:
+        bench = Bench(Client(refuses=0), waiting)
+        bench.results(0)
+        error = await asyncio.wait_for(bench.failed, 2)
+        assert isinstance(error, BrokerError)
+        assert "'out'" in str(error)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_nothing_overtakes_a_result_that_the_client_did_not_take(waiting: int) -> None:
+    async def test() -> None:
+        client = Client(refuses=2)
+        bench = Bench(client, waiting)
+        bench.results(0, 1, 2, 3)
+        await asyncio.wait_for(bench.failed, 2)
+        client.refuses = -1  # the topic is back, and the task has not ended yet
+        bench.results(4, 5)
+        bench.output.look(bench.engine)
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_a_client_without_room_is_waited_for(waiting: int) -> None:
+    async def test() -> None:
+        client = Client()
+        client.room = 2
+        Bench(client, waiting).results(*range(4))
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1, 2, 3]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("waiting", [CALM, MANY])
+def test_nothing_overtakes_a_result_of_which_it_is_heard_meanwhile_that_it_was_not_written(
+    waiting: int,
+) -> None:
+    async def test() -> None:
+        client = Client()
+        client.room = 2
+        bench = Bench(client, waiting)
+        client.reports.append(lambda: bench.engine.fail(BrokerError("not written")))
+        bench.results(*range(4))
+        await asyncio.wait_for(bench.failed, 2)
+        await asyncio.sleep(0.1)
+        assert client.taken == [0, 1]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("waiting", "held"), [(MANY, 0), (CALM, 20_000)])
+def test_results_are_gathered_while_many_lanes_wait_or_much_is_held_and_let_go_when_not(
+    waiting: int, held: int
+) -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, waiting, held=held)
+        bench.results(0, 1)
+        assert client.taken == []
+        bench.engine.table.ready = range(CALM)  # type: ignore[assignment]
+        bench.engine.behind = False  # type: ignore[misc]
+        bench.output.look(bench.engine)
+        bench.results(2)
+        assert client.taken == [0, 1, 2]
+
+    asyncio.run(test())
+
+
+def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, MANY)
+        bench.results(*range(10))
+        await asyncio.sleep(0.1)
+        assert client.taken == list(range(10))
+
+    asyncio.run(test())
+
+
+def test_what_was_gathered_is_not_sent_after_the_end() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, MANY)
+        bench.results(0)
+        bench.output.close()
+        await asyncio.sleep(0.1)
+        assert client.taken == []
+
+    asyncio.run(test())

@@ -1,0 +1,334 @@
+"""Random schedules of failures and faults in virtual time, by seed; judged by order, loss and duplicates.
+
+A seed decides everything: the app's policy, delivery, breaker and limits, what is sent twice, what fails when and how,
+how long the broker takes for what, when tasks crash, drain, or share partitions out otherwise, and what operators do
+about it, sensible or not. The cause of the poison is mended after a while; in the end everything is released and
+redriven, so that every message comes through.
+
+    python -m schedules --seeds 20000 --processes 2     many of them, with progress and the seeds that failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keylane import (
+    App,
+    Breaker,
+    FailureGuard,
+    Idempotency,
+    Message,
+    Poison,
+    Retry,
+    Transient,
+    VersionOrdering,
+)
+from keylane.testing import (
+    Crash,
+    Drain,
+    Fault,
+    Harness,
+    Pause,
+    Recut,
+    Redrive,
+    Refuse,
+    Reject,
+    Release,
+    RunResult,
+    Skip,
+    check_results,
+)
+
+if TYPE_CHECKING:
+    from keylane.policies.failure_policy import OnFailure
+    from keylane.spec import DeliveryMode
+
+POLICIES: tuple[OnFailure, ...] = ("skip", "block", "block_and_dlq", "park")
+DELIVERIES: tuple[DeliveryMode, ...] = ("at_least_once", "exactly_once")
+SENT_SECONDS = 5.0
+MENDED_SECONDS = 3.0
+CLEARED_SECONDS = 13.0
+"""Letters that could not be written are tried again after 5 s: then all of them are there."""
+MESSAGES = 70
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a seed has drawn for the whole of its run."""
+
+    seed: int
+    storm: bool
+    """Results are slow, much fails, tasks crash, and operators redrive what they can just then."""
+    policy: OnFailure
+    delivery: DeliveryMode
+    keys: int
+    partitions: int
+    latency: tuple[float, float]
+    letters: tuple[float, float]
+    commits: tuple[float, float]
+    reading: tuple[float, float]
+    twice: float
+    versions: bool
+    breaks: tuple[Crash | Drain | Recut, ...]
+
+    @classmethod
+    def of(cls, rng: random.Random, seed: int) -> Shape:
+        """Drawn one after another, the same for the same seed."""
+        breaks: list[Crash | Drain | Recut] = []
+        storm, recut = rng.random() < 0.3, rng.random() < 0.3
+        for _ in range(rng.randrange(storm, 5)):
+            at = rng.random() * (CLEARED_SECONDS if rng.random() < 0.3 else SENT_SECONDS)
+            what = rng.random()
+            if recut and what < 0.6:
+                breaks.append(Recut(at=at, tasks=rng.randint(1, 2)))
+            elif storm or what < 0.75:
+                breaks.append(Crash(at=at))
+            else:
+                breaks.append(Drain(at=at))
+        versions = rng.random() < 0.15  # one that is sent twice would be missing
+        return cls(
+            seed=seed,
+            storm=storm,
+            policy=rng.choice(("skip", "park") if storm else POLICIES),
+            delivery=rng.choice(DELIVERIES),
+            keys=rng.choice((2, 6) if storm else (2, 6, 25)),
+            partitions=rng.randint(1, 3),
+            latency=rng.choice(
+                ((0.0, 0.5), (0.0, 3.0)) if storm else ((0.001, 0.03), (0.0, 0.5), (0.0, 3.0))
+            ),
+            letters=rng.choice(((0.001, 0.03), (0.0, 0.5))),
+            commits=rng.choice(((0.0, 0.01), (0.0, 0.3))),
+            reading=rng.choice(((0.0, 0.0), (0.0, 0.05), (0.0, 0.5))),
+            twice=0.0 if versions else rng.choice((0.0, 0.1, 0.4)),
+            versions=versions,
+            breaks=tuple(breaks),
+        )
+
+
+def make_app(rng: random.Random, shape: Shape) -> App:
+    """The app of a run: two stages that fail by chance, the same for the same seed."""
+    sick = rng.choice((0.1, 0.2) if shape.storm else (0.0, 0.03, 0.1, 0.2))
+    flaky = rng.random() * 0.2
+    outage = rng.uniform(0, SENT_SECONDS)
+    outage_ends = outage + rng.choice([0, 0, 0.5, 2])
+    app = App(
+        "schedule",
+        source="in",
+        sink="out",
+        on_failure=shape.policy,
+        delivery=shape.delivery,
+        # Long enough for any outage that is not the breaker's business: an outage is no reason for dead letters.
+        retry=Retry(attempts=rng.choice([6, 12]), wait_initial=0.1, wait_max=rng.choice([0.5, 2.0])),
+        commit_interval=rng.choice([0.05, 0.2, 1.0]),
+        drain_timeout=rng.choice([0.05, 0.5, 5.0]),
+        # Lanes that wait for a version in vain stop, and a task that is full of blocked lanes reads nothing more.
+        max_buffered=65_536 if shape.versions else rng.choice([8, 64, 65_536]),
+        failure_guard=FailureGuard(consecutive=10_000, minimum=10_000),
+        versions=VersionOrdering(wait=rng.choice((0.3, 100.0)), on_timeout="fail")
+        if shape.versions
+        else None,
+        idempotency=rng.choice([Idempotency(), Idempotency(count=30), Idempotency(count=100, age=2.0), None]),
+    )
+
+    def chance(msg: Message, what: int) -> float:
+        return (hash((shape.seed, what, msg.partition, msg.offset)) >> 8 & 0xFFFFFF) / 0x1000000
+
+    mood = rng.randrange(3)
+
+    @app.stage
+    async def first(msg: Message) -> bytes:
+        await asyncio.sleep(chance(msg, 1) * 0.05)
+        if chance(msg, 2) < sick and asyncio.get_running_loop().time() < MENDED_SECONDS:
+            raise Poison("not yet mended")
+        if msg.attempt == 1 and chance(msg, 3) < flaky:
+            raise (Transient("try again"), TimeoutError(), Transient("later", retry_after=0.3))[mood]
+        return bytes(msg.value)
+
+    breaker = rng.choice([None, Breaker(minimum=5, window=2, open_for=0.5, probes=2)])
+
+    @app.stage(breaker=breaker, timeout=rng.choice([None, 0.04]), max_concurrency=rng.choice([None, 3]))
+    async def downstream(msg: Message) -> bytes:
+        now = asyncio.get_running_loop().time()
+        # The longest ones are cut off by a time-out, if there is one, in their first attempts.
+        slow = 0.06 if msg.attempt < 3 and chance(msg, 4) < 0.05 else 0.01
+        await asyncio.sleep(slow)
+        if outage <= now < outage_ends:
+            raise ConnectionError("down")
+        return bytes(msg.value)
+
+    return app
+
+
+def make_faults(rng: random.Random, shape: Shape) -> list[Fault]:
+    """What befalls the run, and what operators order."""
+    faults: list[Fault] = [*shape.breaks]
+    if rng.random() < 0.3:
+        faults.append(Pause(at=rng.random() * SENT_SECONDS, for_=rng.random()))
+    if rng.random() < 0.3:
+        faults.append(Refuse(at=rng.random() * SENT_SECONDS, for_=rng.random() * 2))
+    if rng.random() < 0.3:
+        chance = rng.choice((0.02, 0.2))
+        faults.append(Reject(at=rng.random() * SENT_SECONDS, for_=rng.random() * 2, chance=chance))
+    careless = 1.0 if shape.storm else rng.choice((0.0, 0.3, 0.9))  # operators who do not know better
+    # Not where a restart meets a redrive of a parked lane: what had attempts before is not held back then.
+    redrives = True
+    for number in range(shape.keys):
+        key = b"k%d" % number
+        if rng.random() < careless and redrives:
+            at = rng.uniform(0.2, SENT_SECONDS + 2)
+            if shape.breaks and rng.random() < (
+                0.8 if shape.storm else 0.4
+            ):  # right after a restart, or while no task runs
+                at = max(0.0, rng.choice(shape.breaks).at + rng.uniform(-0.2, 0.2))
+            faults.append(Redrive(at=at, key=key))
+            while rng.random() < 0.4:
+                at += rng.random() * 0.6
+                faults.append(Redrive(at=at, key=key))
+        if rng.random() < careless / 4:
+            faults.append(Release(at=rng.uniform(0.5, SENT_SECONDS), key=key))
+        if rng.random() < careless / 4:
+            faults.append(Skip(at=rng.uniform(0.5, SENT_SECONDS), key=key))
+        for again in range(3 if shape.versions else 1):  # what waited in vain stops its lane again
+            at = CLEARED_SECONDS + 20 * again
+            faults += [Release(at=at, key=key), Redrive(at=at + 1, key=key)]
+    return faults
+
+
+def run(seed: int) -> Counter[str]:
+    """Run one and judge it; what it had of what is interesting. Raises what is wrong, AssertionError or another."""
+    rng = random.Random(seed)
+    shape = Shape.of(rng, seed)
+    harness = Harness(
+        make_app(rng, shape),
+        partitions=shape.partitions,
+        seed=seed,
+        faults=make_faults(rng, shape),
+        latency=shape.latency,
+        letters=shape.letters,
+        commits=shape.commits,
+        reading=shape.reading,
+        holes=rng.random() * 0.2,
+        limit=600,
+    )
+    sent: list[tuple[bytes, bytes]] = []
+    for number in range(MESSAGES):
+        again = bool(sent) and rng.random() < shape.twice
+        key, name = rng.choice(sent[-50:]) if again else (b"k%d" % rng.randrange(shape.keys), b"%d" % number)
+        sent.append((key, name))
+    versions = versions_of(rng, [key for key, _ in sent])
+    for number, (key, name) in enumerate(sent):
+        at = number * SENT_SECONDS / MESSAGES
+        headers = [("event-id", name)]
+        if shape.versions:
+            headers.append(("event-version", b"%d" % versions[number]))
+        harness.send(key=key, value=b"%d" % number, headers=headers, at=at)
+    result = harness.run()
+    judge(harness, result, shape)
+    facts: Counter[str] = Counter(dict.fromkeys((shape.policy, shape.delivery, "runs"), 1))
+    facts["epochs"] = result.epochs
+    facts["recuts"] = sum(isinstance(each, Recut) for each in shape.breaks)
+    for dead in result.dead:
+        facts[f"{dead.kind} letters"] += 1
+        facts["letters redriven and dead again"] += dead.redrives > 0
+    facts["duplicates"] = len(result.duplicates)
+    facts["attempts"] = result.verdict.counts.attempts
+    facts["repeats"] = result.verdict.repeats
+    return facts
+
+
+def versions_of(rng: random.Random, keys: list[bytes]) -> list[int]:
+    """Ascending for each key, but for neighbours that have changed places."""
+    found, places = [], dict[bytes, list[int]]()
+    for number, key in enumerate(keys):
+        places.setdefault(key, []).append(number)
+        found.append(len(places[key]))
+    for of_key in places.values():
+        for one, other in itertools.pairwise(of_key):
+            if rng.random() < 0.1:
+                found[one], found[other] = found[other], found[one]
+    return found
+
+
+def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
+    """Every promise that the run's app makes. Raises AssertionError."""
+    records = harness.log.records("in")
+    names = {record.value(): dict(record.headers() or ())["event-id"] for record in records}
+    inputs = [(record.key(), record.value()) for record in records]
+    outputs = [(record.key(), record.value()) for record in harness.log.records("out")]
+    at = {(record.partition(), record.offset()): record.value() for record in records}
+    late = {at[dead.partition, dead.offset] for dead in result.dead if dead.kind == "dead"}
+    if not shape.versions or not late:  # a dead letter's version is one that its lane has gone beyond
+        result.verdict.raise_if_bad()
+    if shape.versions:  # what waited for a version in vain may wait in a stopped lane
+        return
+    assert not result.waiting, f"everything was released and redriven; these still wait: {result.waiting}"
+    got = {value for _, value in outputs}
+    through = {names[value] for value in got}
+    missing = set(names.values()) - through
+    assert not missing, f"the cause is mended and nothing of these came through: {missing}"
+    passed_over = {at[place] for place in result.duplicates}
+    check_results(
+        [(key, value) for key, value in inputs if value in got or value not in passed_over],
+        outputs,
+        allow_duplicates=shape.delivery == "at_least_once",
+        late=late,
+    ).raise_if_bad()
+
+
+def problem_of(seed: int) -> tuple[int, str, Counter[str]]:
+    """The seed, what is wrong with its run, or nothing, and what it had."""
+    try:
+        return seed, "", run(seed)
+    except Exception as error:
+        return seed, f"{type(error).__name__}: {error}", Counter()
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run the seeds that were asked for; 1 when any was bad."""
+    parser = argparse.ArgumentParser(prog="python -m schedules", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="how many (1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
+    parser.add_argument("--processes", type=int, default=2, help="that share them (2)")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
+    args = parser.parse_args(given)
+    logging.getLogger("keylane").setLevel(logging.CRITICAL)
+    began = told = time.monotonic()
+    bad: list[int] = []
+    facts: Counter[str] = Counter()
+    done = 0
+    with multiprocessing.get_context("fork").Pool(args.processes) as pool:
+        seeds = range(args.first, args.first + args.seeds)
+        for seed, problem, had in pool.imap_unordered(problem_of, seeds, chunksize=10):
+            done += 1
+            facts += had
+            if problem:
+                bad.append(seed)
+                print(f"seed {seed}: {problem}", flush=True)
+            now = time.monotonic()
+            if now - told > 10:
+                told = now
+                print(f"{done} of {args.seeds} seeds, {len(bad)} bad, {now - began:.0f} s", flush=True)
+            if now - began > args.minutes * 60:
+                break
+    each = (time.monotonic() - began) * args.processes / max(1, done)
+    print(
+        f"{done} seeds from {args.first} on: {done - len(bad)} clean, {len(bad)} bad; {each * 1000:.1f} ms each"
+    )
+    print(", ".join(f"{count:,} {name}" for name, count in sorted(facts.items())))
+    if bad:
+        print("bad seeds:", *sorted(bad))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
