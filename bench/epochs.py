@@ -36,8 +36,7 @@ from bench.errors import BenchError
 from bench.process import Process
 from keylane import App, Message
 from keylane.broker import Broker
-from keylane.testing import HistoryWriter, Sent, check, read_history
-from keylane.testing.history import EventKind, History
+from keylane.testing import EventKind, History, HistoryWriter, Sent, check, read_history
 
 EPOCH = 3.0
 PARTITIONS = 8

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pyspark import StorageLevel
 from pyspark.sql import functions as f
 
+from keylane.audit.violation import EventKind, Flaw, HistoryEvent, Violation
 from keylane.errors import SettingsError
 from keylane.ledger import FINAL, SLOT_SQL, Ledger
-from keylane.testing.history import EventKind, HistoryEvent
-from keylane.testing.verdict import Flaw, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from keylane.audit.audit import Audit
+    from keylane.audit.violation import Violation
     from keylane.kafka.settings import KafkaSettings
-    from keylane.testing.verdict import Violation
 
 
 def verify(

@@ -1,5 +1,6 @@
 """What it takes to test an app: a harness in virtual time, histories of what ran when, and their judges."""
 
+from keylane.audit.violation import EventKind, Flaw, HistoryEvent, Violation
 from keylane.testing.checker import check
 from keylane.testing.clock import StuckError, VirtualLoop, run_virtual
 from keylane.testing.faults import (
@@ -18,10 +19,8 @@ from keylane.testing.faults import (
 from keylane.testing.harness import Harness, RunResult
 from keylane.testing.history import (
     Ended,
-    EventKind,
     History,
     HistoryError,
-    HistoryEvent,
     HistoryWriter,
     read_history,
 )
@@ -31,11 +30,9 @@ from keylane.testing.sink import Dead, MemorySink, Written
 from keylane.testing.verdict import (
     CheckFailed,
     Counts,
-    Flaw,
     ResultsVerdict,
     Sent,
     Verdict,
-    Violation,
 )
 
 __all__ = [

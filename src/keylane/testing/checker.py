@@ -24,16 +24,18 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from keylane.audit.violation import EventKind, Flaw
 from keylane.lanes.ordering import ordering
 from keylane.testing.findings import Findings
-from keylane.testing.history import FINAL, EventKind, collector_paused
-from keylane.testing.verdict import Counts, Flaw, Sent, Verdict
+from keylane.testing.history import FINAL, collector_paused
+from keylane.testing.verdict import Counts, Sent, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable
 
+    from keylane.audit.violation import HistoryEvent
     from keylane.lanes.ordering import Ordering, OrderName
-    from keylane.testing.history import History, HistoryEvent
+    from keylane.testing.history import History
 
 Position = tuple[int, int]
 """Partition and offset."""

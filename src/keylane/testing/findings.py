@@ -6,13 +6,13 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from keylane.testing.verdict import Violation
+from keylane.audit.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from keylane.testing.history import HistoryEvent
-    from keylane.testing.verdict import Flaw, Sent
+    from keylane.audit.violation import Flaw, HistoryEvent
+    from keylane.testing.verdict import Sent
 
 _KEPT = 10  # of each kind; a broken run has thousands, and one shows the bug
 _BEFORE, _AFTER = 8, 4  # events that a timeline shows on either side

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from keylane.audit.violation import EventKind, HistoryEvent
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.stages import decoder, open_pipeline
 from keylane.engine.versions import reader_of
@@ -35,7 +36,7 @@ from keylane.testing.faults import (
     Reset,
     Skip,
 )
-from keylane.testing.history import EventKind, History, HistoryEvent
+from keylane.testing.history import History
 from keylane.testing.life import ORDER, TaskLife, World, lanes
 from keylane.testing.log import MemoryLog, partition_of
 from keylane.testing.sink import MemorySink

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
+from keylane.audit.violation import EventKind, HistoryEvent
 from keylane.errors import KeylaneError
 
 if TYPE_CHECKING:
@@ -35,13 +36,6 @@ _FORMAT = 1
 
 class HistoryError(KeylaneError):
     """A history that cannot be read; names the file and the line."""
-
-
-class EventKind(StrEnum):
-    """An attempt has two events."""
-
-    START = "start"
-    END = "end"
 
 
 class Ended(StrEnum):
@@ -80,24 +74,6 @@ class ObservedDelivery(Protocol):
     @property
     def attempt(self) -> int:
         """Counts from 1."""
-
-
-class HistoryEvent(NamedTuple):
-    """One start or end. A named tuple where others are dataclasses: a million of them take 0.4 s instead of 1.9."""
-
-    kind: EventKind
-    key: bytes | None
-    partition: int
-    offset: int
-    attempt: int
-    owner: str
-    """The process that ran it: a name and its pid. A new process, or a new run inside one, is a new owner."""
-    at: float
-    """Wall clock, seconds since 1970. For people; nothing is decided by it."""
-    seq: int
-    """Monotonic clock of the machine in nanoseconds. Decides what came first."""
-    outcome: str | None = None
-    """None for a start. One of :class:`Ended`, or the caller's own word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

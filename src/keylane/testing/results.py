@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from keylane.audit.violation import Flaw
 from keylane.testing.findings import Findings
-from keylane.testing.verdict import Flaw, ResultsVerdict
+from keylane.testing.verdict import ResultsVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from keylane.errors import KeylaneError
-from keylane.safe_text import cut, printable, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from keylane.testing.history import HistoryEvent
-
-_NAME = 200
-"""Characters that are shown of what a history says."""
+    from keylane.audit.violation import Flaw, Violation
 
 
 class CheckFailed(KeylaneError, AssertionError):  # noqa: N818 - reads as what happened in a test report
     """A verdict that is not ok. The message shows the first counterexample."""
-
-
-class Flaw(StrEnum):
-    """The kinds of violation."""
-
-    OVERLAP = "overlap"
-    """Two attempts of one lane were open at the same time."""
-    ORDER = "order"
-    """A message started before an earlier one of its lane was finished, or an owner went back."""
-    LOST = "lost"
-    """A message was sent and never finished."""
-    REPEAT = "repeat"
-    """A message finished more often than allowed."""
-    DUPLICATE = "duplicate"
-    """A message ran that repeats an earlier one of its lane."""
-    STALE = "stale"
-    """A message ran although its lane had gone beyond its version, or was passed over although it had not."""
-    UNKNOWN = "unknown"
-    """Something was processed that was not sent, or under another key."""
-    STRAY = "stray"
-    """An end without a start: the history itself is broken."""
-    THIN = "too thin"
-    """The history is too small to prove anything."""
 
 
 class Sent(NamedTuple):
@@ -51,38 +23,6 @@ class Sent(NamedTuple):
     key: bytes | None
     partition: int
     offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """One counterexample. ``str()`` shows it with its timeline."""
-
-    flaw: Flaw
-    detail: str
-    key: bytes | None = None
-    partition: int | None = None
-    offset: int | None = None
-    event: HistoryEvent | None = None
-    """The event at which it showed."""
-    timeline: tuple[HistoryEvent, ...] = ()
-    """The events of the same lane around it."""
-
-    def __str__(self) -> str:
-        where = "" if self.offset is None else f" at partition {self.partition} offset {self.offset}"
-        detail = printable_lines(self.detail, "")
-        whose = "" if self.key is None else f" in the lane of key {cut(repr(self.key), _NAME)}"
-        lines = [f"{self.flaw}{whose}{where}: {detail}"]
-        if self.timeline:
-            zero = self.timeline[0].seq
-            owners = [printable(cut(event.owner, _NAME)) for event in self.timeline]
-            width = max(map(len, owners))
-            for owner, event in zip(owners, self.timeline, strict=True):
-                mark = ">" if event is self.event else " "
-                clock = f"{(event.seq - zero) / 1e9:+12.6f} s"
-                what = f"{event.kind:<5}  {event.partition}@{event.offset} attempt {event.attempt}"
-                outcome = printable(cut(event.outcome or "", _NAME))
-                lines.append(f"  {mark} {clock}  {owner:<{width}}  {what}  {outcome}".rstrip())
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,9 @@ from keylane import (
     Transient,
     VersionOrdering,
 )
+from keylane.audit.violation import Flaw
 from keylane.lanes.ordering import KEY, ORDERINGS
 from keylane.testing import Crash, Drain, Harness, Recut, Redrive, Release, check
-from keylane.testing.verdict import Flaw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
