@@ -26,6 +26,7 @@ from keylane.policies.failure_policy import FailurePolicy
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.telemetry_settings import Telemetry, topic_of
+from keylane.topic_names import dead_letter_topic, ledger_topic, state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -285,17 +286,17 @@ class AppSpec:
     @property
     def dlq(self) -> str:
         """The topic of the app's dead letters."""
-        return f"{self.name}.dlq"
+        return dead_letter_topic(self.name)
 
     @property
     def state(self) -> str:
         """The topic of the app's own state."""
-        return f"{self.name}.state"
+        return state_topic(self.name)
 
     @property
     def ledger_topic(self) -> str:
         """The topic of the app's ledger, when it keeps one."""
-        return f"{self.name}.ledger"
+        return ledger_topic(self.name)
 
     @property
     def telemetry_topic(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keylane.lanes.ordering import KEY
+from keylane.topic_names import dead_letter_topic, ledger_topic, state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,17 +68,17 @@ class AppFacts:
     @property
     def dlq(self) -> str:
         """Topic."""
-        return f"{self.name}.dlq"
+        return dead_letter_topic(self.name)
 
     @property
     def state(self) -> str:
         """Topic."""
-        return f"{self.name}.state"
+        return state_topic(self.name)
 
     @property
     def ledger_topic(self) -> str:
         """Topic."""
-        return f"{self.name}.ledger"
+        return ledger_topic(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
