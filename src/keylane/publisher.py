@@ -99,7 +99,7 @@ class Publisher:
     ) -> None:
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415 - Kafka's client is needed only from here on
         from keylane.kafka.rejection import RECORD_OVERHEAD  # noqa: PLC0415
-        from keylane.kafka.settings import given_settings  # noqa: PLC0415
+        from keylane.kafka.settings import settings_from_options  # noqa: PLC0415
 
         for name, function in (("key", key), ("event_id", event_id), ("encode", encode)):
             if function is not None and not callable(function):
@@ -112,7 +112,7 @@ class Publisher:
                 f"Publisher({topic!r}): timeout={timeout!r}: needs seconds, more than 0, up to a day"
             )
         self.topic = topic
-        settings = given_settings(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
+        settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
         cluster.partitions(topic)
         batch_limit = cluster.rules([topic])[topic].limit

@@ -338,7 +338,7 @@ def test_client_noise_of_a_fresh_broker_is_left_out(
 ) -> None:
     log = logging.getLogger("keylane.kafka.client")
     for each in log.filters:
-        getattr(each, "_said", {}).clear()
+        getattr(each, "_logged_at", {}).clear()
     log.warning("%s [%s] %s", kind, "rdkafka#producer-3", text)
     assert (text in caplog.text) is said
 
@@ -368,8 +368,8 @@ def test_outage_is_one_line_when_it_begins_and_one_when_it_ends(
     complain()  # an answer that was on its way already
     assert [record.getMessage() for record in caplog.records] == [
         (
-            "a Kafka broker does not answer (b1: Connect to ipv4#127.0.0.1:1 failed: refused). Retrying; "
-            "nothing is lost meanwhile"
+            "no answer from a Kafka broker; retrying, nothing is lost "
+            "reason=b1: Connect to ipv4#127.0.0.1:1 failed: refused"
         ),
-        "Kafka answers again, after 20 s",
+        "Kafka answers again outage_seconds=20",
     ]

@@ -176,7 +176,7 @@ class Cluster:
             self._admin.poll(0)  # what went wrong with its connections
             raise BrokerError(
                 f"no Kafka broker answered at {self._settings.bootstrap} within {TIMEOUT:g} s "
-                f"({error.args[0].str()}): {self._settings.why_silent()}"
+                f"({error.args[0].str()}): {self._settings.explain_no_answer()}"
             ) from error
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}

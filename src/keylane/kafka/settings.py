@@ -1,4 +1,4 @@
-"""Client settings: ours, the user's ``kafka.*`` options, and which of them may not be changed."""
+"""Kafka client settings: Keylane's own, the user's ``kafka.*`` options, and those that users may not change."""
 
 from __future__ import annotations
 
@@ -24,59 +24,77 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.kafka")
 
 BOOTSTRAP = "kafka.bootstrap.servers"
-_ENVIRONMENT = "KEYLANE_KAFKA_"
-"""What begins the names of environment variables that are settings of the Kafka client."""
+BATCH_BYTES = 1_000_000
+"""The client's default ``batch.size``."""
+BATCH_OVERHEAD_BYTES = 128
+"""Bytes of a batch besides its records, rounded up."""
+
+_ENVIRONMENT_PREFIX = "KEYLANE_KAFKA_"
+"""Environment variables with this prefix are settings of the Kafka client."""
+_MESSAGE_BYTES_MAX = 1_000_000_000
+"""The largest ``message.max.bytes`` that the client accepts."""
+_OUTAGE_QUIET_SECONDS = 10.0
+"""After an outage no other one is logged for this time: one broker of several may be down while others answer."""
+_REPEAT_SECONDS = 10.0
+_CONNECTION_FACILITIES = ("FAIL", "REQTMOUT", "METADATAUPDATE")
+"""The client's log facilities that are about a connection."""
+_HARMLESS = (
+    ("GETPID", "Not coordinator"),  # the coordinator has just moved
+    ("GETPID", "Coordinator load in progress"),  # the broker was just started; the client asks again
+    ("BGQUEUE", "Purging"),  # unread events when a client closes
+    ("CONFWARN", "enable.gapless.guarantee is experimental"),
+    ("CONFWARN", "is a consumer property"),  # kafka.* settings are for all clients
+    ("CONFWARN", "is a producer property"),
+)
+"""Facility and text of client log lines that are always dropped."""
 
 
-class _Seldom(logging.Filter):
-    """Lets a client's complaint through once in ten seconds for each kind: it repeats itself many times a second."""
+class _ClientLogFilter(logging.Filter):
+    """Passes each kind of client log line at most once in ten seconds. The client may repeat it many times a second."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it may be said now."""
-        kind = str(record.args[0] if isinstance(record.args, tuple) and record.args else record.msg)
-        if any(name == kind and text in record.getMessage() for name, text in _HARMLESS):
+        """Whether the line is logged."""
+        facility = str(record.args[0] if isinstance(record.args, tuple) and record.args else record.msg)
+        if any(name == facility and text in record.getMessage() for name, text in _HARMLESS):
             return False
-        if kind in _CONNECTION or (kind == "ERROR" and "brokers are down" in record.getMessage()):
+        if facility in _CONNECTION_FACILITIES or (
+            facility == "ERROR" and "brokers are down" in record.getMessage()
+        ):
             return outage.began(record)
         now = time.monotonic()
-        if now - self._said.get(kind, -_SILENCE) < _SILENCE:
+        if now - self._logged_at.get(facility, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
             return False
-        self._said[kind] = now
+        self._logged_at[facility] = now
         return True
 
 
-_AGAIN_SECONDS = 10.0
-"""After an outage no other one is told for so long: one node of several may be down while others answer."""
-_CONNECTION = ("FAIL", "REQTMOUT", "METADATAUPDATE")
-"""Kinds of complaints that are about a connection."""
-
-
 class Outage:
-    """A broker that does not answer: one line when it begins, one when it is over. For all clients of this process.
+    """A broker that does not answer: logs one line when the outage begins and one when it ends.
 
-    The clients complain about it in many ways, many times. Whoever gets an answer says so with :meth:`answered`.
+    All clients of the process share one outage, because each of them complains many times. Code that gets an answer
+    from a broker calls :meth:`answered`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self.since: float | None = None
-        self._ended = -_AGAIN_SECONDS
+        self._ended = -_OUTAGE_QUIET_SECONDS
 
     def began(self, record: logging.LogRecord) -> bool:
-        """Make a client's complaint the first line, if it is the first; whether it may be said."""
+        """Rewrite a client's log line as the outage's first line. False if the line must be dropped instead."""
         with self._lock:
-            if self.since is not None or self._clock() - self._ended < _AGAIN_SECONDS:
+            if self.since is not None or self._clock() - self._ended < _OUTAGE_QUIET_SECONDS:
                 return False
             self.since = self._clock()
-        why = record.args[-1] if isinstance(record.args, tuple) and record.args else record.msg
+        reason = record.args[-1] if isinstance(record.args, tuple) and record.args else record.msg
         record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "a Kafka broker does not answer (%s). Retrying; nothing is lost meanwhile"
-        record.args = (str(why).rpartition("]: ")[2],)
+        record.msg = "no answer from a Kafka broker; retrying, nothing is lost reason=%s"
+        record.args = (str(reason).rpartition("]: ")[2],)
         return True
 
     def answered(self) -> None:
@@ -87,94 +105,83 @@ class Outage:
             began, self.since = self.since, None
             self._ended = self._clock()
         if began is not None:
-            log.warning("Kafka answers again, after %.0f s", self._ended - began)
+            log.warning("Kafka answers again outage_seconds=%.0f", self._ended - began)
 
 
 outage = Outage()
-_SILENCE = 10.0
-_HARMLESS = (
-    ("GETPID", "Not coordinator"),  # of a broker whose coordinator has just moved
-    ("GETPID", "Coordinator load in progress"),  # of a broker that was just started; the client asks again
-    ("BGQUEUE", "Purging"),  # events that nobody asked for, at a client's end
-    ("CONFWARN", "enable.gapless.guarantee is experimental"),
-    ("CONFWARN", "is a consumer property"),  # kafka.* settings are for all clients
-    ("CONFWARN", "is a producer property"),
-)
-"""What a client complains about that needs nobody's attention."""
-BATCH_BYTES = 1_000_000
-"""The client's own ``batch.size``."""
-_UNLIMITED = 1_000_000_000
-BATCH_OVERHEAD = 128
-"""Bytes a batch takes besides its records, rounded up."""
 _client_log = logging.getLogger("keylane.kafka.client")
-_client_log.addFilter(_Seldom())
+_client_log.addFilter(_ClientLogFilter())
 
 C = TypeVar("C", Consumer, Producer, AdminClient)
 
 _refusals: dict[str, str] = {}
-"""By bootstrap address: why brokers there last refused a client of this process."""
+"""By bootstrap address: why a broker last refused a connection of this process."""
 _REFUSED = {
     ClientError._AUTHENTICATION: (  # noqa: SLF001 - the client's public constants
-        "the broker refuses the login; check kafka.sasl.mechanism, kafka.sasl.username and kafka.sasl.password"
+        "the broker refused the login; check kafka.sasl.mechanism, kafka.sasl.username and kafka.sasl.password"
     ),
     ClientError._SSL: (  # noqa: SLF001
-        "no TLS connection could be made; check kafka.security.protocol, kafka.ssl.ca.location, and the client's "
-        "certificate and key if the broker wants them"
+        "the TLS handshake failed; check kafka.security.protocol, kafka.ssl.ca.location, and the client's certificate "
+        "and key if the broker requires them"
     ),
 }
 
-OURS = {
+RESERVED_SETTINGS = {
     "group.id": "the app's name is its group",
     "enable.auto.commit": "progress is committed when messages are done",
     "enable.auto.offset.store": "progress is committed when messages are done",
     "auto.offset.reset": "use startingOffsets",
     "enable.partition.eof": "the engine needs it",
-    "enable.idempotence": "order in the sink rests on it",
-    "acks": "a result is done when all replicas have it",
-    "max.in.flight": "order in the sink rests on it",
-    "max.in.flight.requests.per.connection": "order in the sink rests on it",
-    "partitioner": "results are partitioned as Java clients do",
-    "transactional.id": "the engine names its own",
-    "message.timeout.ms": "a result is never given up while its task runs",
-    "delivery.timeout.ms": "a result is never given up while its task runs",
+    "enable.idempotence": "the order in the sink depends on it",
+    "acks": "a result counts as written when all replicas have it",
+    "max.in.flight": "the order in the sink depends on it",
+    "max.in.flight.requests.per.connection": "the order in the sink depends on it",
+    "partitioner": "results are partitioned as by Java clients",
+    "transactional.id": "the engine sets its own",
+    "message.timeout.ms": "a result is retried as long as its task runs",
+    "delivery.timeout.ms": "a result is retried as long as its task runs",
     "on_delivery": "the engine needs it",
     "error_cb": "the engine needs it",
 }
-_ALL = {
+"""Settings that users may not change, each with the reason."""
+_COMMON = {
     "log_level": 4,
-    # The client doubles its wait up to 10 s; a broker that is back is to be found within a second.
+    # The client's default backoff grows to 10 s. A restarted broker should be found within a second.
     "reconnect.backoff.max.ms": 1000,
-    # Nobody here subscribes to the client's own metrics.
+    # Nothing here reads the client's own metrics.
     "enable.metrics.push": False,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class KafkaSettings:
-    """How to reach the broker. ``extra`` are librdkafka settings, given by the user as ``kafka.*`` options."""
+    """How to reach the brokers. ``extra``: librdkafka settings that the user gave as ``kafka.*`` options.
+
+    Raises :class:`SettingsError` for a setting in :data:`RESERVED_SETTINGS`.
+    """
 
     bootstrap: str
     extra: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, _ in self.extra:
-            if name in OURS:
-                raise SettingsError(f"option 'kafka.{name}' cannot be set: {OURS[name]}")
+            if name in RESERVED_SETTINGS:
+                raise SettingsError(f"option 'kafka.{name}' cannot be set: {RESERVED_SETTINGS[name]}")
 
     def __repr__(self) -> str:
         shown = {k: HIDDEN if is_secret(k) else v for k, v in self.extra}
         return f"KafkaSettings({self.bootstrap!r}, {shown})"
 
     def reads_committed(self, delivery: str) -> bool:
-        """Whether an app's consumer sees committed messages only: always with exactly_once, else unless set otherwise.
+        """Whether the app's consumer reads committed messages only. Always with exactly_once, else by default.
 
-        Such a consumer reads up to the last stable offset, where the first open transaction begins; any other one up to
+        Such a consumer reads up to the last stable offset, where the first open transaction begins. Others read up to
         the high watermark.
         """
         return delivery == "exactly_once" or dict(self.extra).get("isolation.level") != "read_uncommitted"
 
     def consumer(self, group: str, **more: Any) -> Consumer:
-        """A consumer that commits only what it is told to."""
+        """A consumer without auto-commit that reads committed messages only. ``more`` overrides any setting."""
         return self._make(
             Consumer,
             {
@@ -184,7 +191,7 @@ class KafkaSettings:
                 "auto.offset.reset": "earliest",
                 "enable.partition.eof": True,
                 "isolation.level": "read_committed",
-                # librdkafka stops fetching for this long when its queue is full; its default of 1,000 stalls a drain.
+                # librdkafka stops fetching for this time when its queue is full. The default of 1,000 stalls a drain.
                 "fetch.queue.backoff.ms": 10,
                 "fetch.wait.max.ms": 100,
                 "queued.min.messages": 50_000,
@@ -196,17 +203,17 @@ class KafkaSettings:
     def producer(self, *, batch_limit: int = 0, record_limit: int = 0, **more: Any) -> Producer:
         """An idempotent producer that waits for all replicas and partitions by murmur2 as Java clients do.
 
-        ``batch_limit``: the smallest ``max.message.bytes`` of its topics, 0 when it is not known. The broker applies it
-        to whole batches, and the client does not split a batch that was rejected. ``record_limit``: the size from which
-        the client itself refuses a record.
+        ``batch_limit``: the smallest ``max.message.bytes`` of its topics, 0 if unknown. The broker applies it to whole
+        batches, and the client does not split a rejected batch. ``record_limit``: the client itself refuses larger
+        records; 0 for no limit.
         """
         if batch_limit:
             more["batch.size"] = self._at_most(
-                "batch.size", BATCH_BYTES, max(1, batch_limit - BATCH_OVERHEAD)
+                "batch.size", BATCH_BYTES, max(1, batch_limit - BATCH_OVERHEAD_BYTES)
             )
         if record_limit:
             more["message.max.bytes"] = self._at_most(
-                "message.max.bytes", _UNLIMITED, max(1000, record_limit)
+                "message.max.bytes", _MESSAGE_BYTES_MAX, max(1000, record_limit)
             )
         return self._make(
             Producer,
@@ -218,43 +225,48 @@ class KafkaSettings:
                 "linger.ms": 5,
                 "message.timeout.ms": 0,
                 # Sizes are checked against the topic's own limit before a result is handed over.
-                "message.max.bytes": _UNLIMITED,
+                "message.max.bytes": _MESSAGE_BYTES_MAX,
                 "queue.buffering.max.messages": 1_000_000,
                 "queue.buffering.max.kbytes": 2_097_151,
             },
             more,
         )
 
-    def _at_most(self, name: str, usual: int, most: int) -> int | str:
-        asked = dict(self.extra).get(name, str(usual))
-        return min(int(asked), most) if asked.isdigit() else asked  # the client says what is wrong with it
+    def _at_most(self, name: str, default: int, maximum: int) -> int | str:
+        given = dict(self.extra).get(name, str(default))
+        return (
+            min(int(given), maximum) if given.isdigit() else given
+        )  # the client reports what is wrong with it
 
     def admin(self) -> AdminClient:
         """An admin client."""
         return self._make(AdminClient, {}, {})
 
-    def why_silent(self) -> str:
-        """Why nobody answered just now: what the clients of this process heard, or what a connection tells. Blocks."""
+    def explain_no_answer(self) -> str:
+        """Why no broker answered: the last refusal that a client of this process met, or the result of a test. Blocks.
+
+        The test opens a TCP connection to each address.
+        """
         if refusal := _refusals.pop(self.bootstrap, ""):
             return refusal
-        if any(map(_takes_connections, self.bootstrap.split(","))):
+        if any(map(_accepts_connections, self.bootstrap.split(","))):
             protocol = dict(self.extra).get("security.protocol", "plaintext")
             return (
-                f"it takes connections, but does not answer to {protocol!r}: check kafka.security.protocol, the port "
-                "may be for TLS or for a login"
+                f"it accepts connections but does not answer to {protocol!r}; check kafka.security.protocol, the port "
+                "may expect TLS or a login"
             )
         return "Is it running, and is the address right? 'keylane broker start' starts one on this machine"
 
-    def _heard(self, error: ClientError) -> None:
-        """What a client says of its connections. Called while it is polled."""
+    def _on_error(self, error: ClientError) -> None:
+        """Keep the reason of a refused connection. Called while a client is polled."""
         if error.code() in _REFUSED:
             _refusals[self.bootstrap] = f"{_REFUSED[error.code()]} ({error.str()})"
 
     def _make(self, kind: type[C], base: dict[str, Any], more: dict[str, Any]) -> C:
         conf = {
             "bootstrap.servers": self.bootstrap,
-            "error_cb": self._heard,
-            **_ALL,
+            "error_cb": self._on_error,
+            **_COMMON,
             **base,
             **dict(self.extra),
             **more,
@@ -264,11 +276,11 @@ class KafkaSettings:
         except KafkaException as error:
             raise SettingsError(
                 f"the Kafka client refused its settings: {error.args[0].str()}. "
-                "Options that begin with 'kafka.' take librdkafka's names (CONFIGURATION.md of librdkafka)"
+                "Options that begin with 'kafka.' use librdkafka's names (CONFIGURATION.md of librdkafka)"
             ) from error
 
 
-def _takes_connections(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
     host, _, port = address.strip().rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
@@ -278,17 +290,17 @@ def _takes_connections(address: str) -> bool:
 
 
 def client_settings(bootstrap: str, given: Mapping[str, str]) -> KafkaSettings:
-    """Settings that were given, and for the rest those of the environment: ``KEYLANE_KAFKA_SASL_PASSWORD=…``."""
+    """The given settings, added to those from the environment: ``KEYLANE_KAFKA_SASL_PASSWORD=…``."""
     extra = {
-        name.removeprefix(_ENVIRONMENT).lower().replace("_", "."): value
+        name.removeprefix(_ENVIRONMENT_PREFIX).lower().replace("_", "."): value
         for name, value in os.environ.items()
-        if name.startswith(_ENVIRONMENT) and value
+        if name.startswith(_ENVIRONMENT_PREFIX) and value
     }
     return KafkaSettings(bootstrap, tuple(sorted((extra | dict(given)).items())))
 
 
 def find_bootstrap(*given: object) -> str:
-    """The first address that was given, or the environment's. Raises :class:`SettingsError` when there is none."""
+    """The first given address, or that of the environment. Raises :class:`SettingsError` if there is none."""
     for address in (*given, os.environ.get("KEYLANE_BOOTSTRAP")):
         if address:
             return str(address)
@@ -298,10 +310,13 @@ def find_bootstrap(*given: object) -> str:
     )
 
 
-def given_settings(
+def settings_from_options(
     bootstrap: str | None, options: Mapping[str, Any], *, known: tuple[str, ...], what: str
 ) -> KafkaSettings:
-    """From an address and options that begin with ``kafka.``; others are an error, which names a near one."""
+    """Settings from an address and ``kafka.*`` options. ``known``: option names to suggest for an unknown one.
+
+    Raises :class:`SettingsError` for any other option; ``what`` begins its message.
+    """
     extra = {}
     for name, value in options.items():
         if not name.startswith("kafka."):

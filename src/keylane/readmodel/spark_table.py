@@ -18,7 +18,7 @@ from keylane.dataframe.arrange import map_in_arrow
 from keylane.dataframe.rows import FrameRecord, headers_of, milliseconds
 from keylane.errors import BrokerError, DataLossError, Poison, SettingsError
 from keylane.kafka.offset_resolver import EARLIEST, OffsetResolver, TopicSelection
-from keylane.kafka.settings import given_settings
+from keylane.kafka.settings import settings_from_options
 from keylane.message import Message
 from keylane.readmodel.snapshots import Snapshots
 from keylane.spark.spark_session import use_this_python
@@ -130,7 +130,7 @@ class SparkTable:
         Raises :class:`BrokerError` when there is no answer or no such topic, :class:`keylane.errors.DataLossError` when
         the topic was made anew, and Spark's error when messages were deleted before they were merged.
         """
-        settings = given_settings(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: update()")
+        settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: update()")
         pointer = self._current()
         offsets = dict(pointer.offsets) if pointer is not None else {}
         begun = {int(partition): at for partition, at in offsets.get(topic, {}).items()}
@@ -164,7 +164,7 @@ class SparkTable:
         """Update now and then every so many seconds, in a thread, until it is stopped."""
         if type(every) not in (int, float) or not 0 < every < inf:
             raise SettingsError(f"{self.model.name}: every={every!r}: needs seconds, more than 0")
-        given_settings(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: start()")
+        settings_from_options(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: start()")
         return Following(lambda: self.update(topic, bootstrap=bootstrap, **options), every, self.model.name)
 
     def _merge(

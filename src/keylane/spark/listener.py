@@ -21,7 +21,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from keylane.errors import BrokerError, SettingsError
 from keylane.histogram import Histogram
-from keylane.kafka.settings import given_settings
+from keylane.kafka.settings import settings_from_options
 from keylane.outcome import Outcome
 from keylane.telemetry.aggregate import Totals
 from keylane.telemetry.lag import LagMeter
@@ -100,7 +100,7 @@ class EpochListener(StreamingQueryListener):
             raise SettingsError(f"tell must be a function that takes EpochFigures, got {tell!r}")
         self._app = app
         self._source = source
-        self._settings = given_settings(
+        self._settings = settings_from_options(
             bootstrap, options, known=("tell", "bootstrap"), what="EpochListener(…)"
         )
         self._tell = tell or _say

@@ -15,7 +15,7 @@ from keylane.cli.run import _options
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka import cluster
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.settings import KafkaSettings, given_settings
+from keylane.kafka.settings import KafkaSettings, settings_from_options
 from keylane.spark.options import Options
 from keylane.spark.topic_options import TopicOptions
 
@@ -37,7 +37,7 @@ def test_environment_gives_client_settings_to_all(monkeypatch: pytest.MonkeyPatc
     expected = (("sasl.password", "s3cret"),)
     assert client("b:1", None).extra == expected
     assert Options.parse({"bootstrap": "b:1"}, "t").settings.extra == expected
-    assert given_settings("b:1", {}, known=(), what="Publisher").extra == expected
+    assert settings_from_options("b:1", {}, known=(), what="Publisher").extra == expected
     topic = TopicOptions.parse({"subscribe": "t", "kafka.bootstrap.servers": "b:1"}, stream=False)
     assert topic.settings.extra == expected
 
@@ -113,26 +113,26 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
 
 def test_port_that_speaks_another_protocol_is_named(port: Callable[[bytes], str]) -> None:
     alert = b"\x15\x03\x03\x00\x02\x02\x46"  # what TLS answers to something else
-    with pytest.raises(BrokerError, match=r"does not answer to 'plaintext': check kafka\.security\.protocol"):
+    with pytest.raises(BrokerError, match=r"does not answer to 'plaintext'; check kafka\.security\.protocol"):
         Cluster(KafkaSettings(port(alert))).topics()
 
 
 def test_failed_tls_handshake_is_named(port: Callable[[bytes], str]) -> None:
     settings = KafkaSettings(port(b"HTTP/1.1 400 Bad Request\r\n\r\n"), (("security.protocol", "SSL"),))
-    with pytest.raises(BrokerError, match=r"no TLS connection could be made; check .*SSL handshake failed"):
+    with pytest.raises(BrokerError, match=r"the TLS handshake failed; check .*SSL handshake failed"):
         Cluster(settings).topics()
 
 
 def test_refused_login_is_named(port: Callable[[bytes], str]) -> None:
     settings = KafkaSettings(port(b""))
-    settings._heard(ClientError(ClientError._AUTHENTICATION, "SASL authentication error"))
-    said = settings.why_silent()
-    assert said.startswith("the broker refuses the login; check kafka.sasl.mechanism")
+    settings._on_error(ClientError(ClientError._AUTHENTICATION, "SASL authentication error"))
+    said = settings.explain_no_answer()
+    assert said.startswith("the broker refused the login; check kafka.sasl.mechanism")
     assert "SASL authentication error" in said
-    assert "login;" not in settings.why_silent(), "an old refusal explains nothing new"
+    assert "login;" not in settings.explain_no_answer(), "an old refusal explains nothing new"
 
 
 def test_broker_that_is_away_is_not_refusing() -> None:
     settings = KafkaSettings("127.0.0.1:1")
-    settings._heard(ClientError(ClientError._TRANSPORT, "Connection refused"))
-    assert settings.why_silent().startswith("Is it running")
+    settings._on_error(ClientError(ClientError._TRANSPORT, "Connection refused"))
+    assert settings.explain_no_answer().startswith("Is it running")

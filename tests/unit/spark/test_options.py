@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keylane import SettingsError
-from keylane.kafka.settings import OURS
+from keylane.kafka.settings import RESERVED_SETTINGS
 from keylane.spark.options import Options
 
 
@@ -171,9 +171,9 @@ def test_kafka_options_pass_through_under_librdkafkas_names() -> None:
     assert dict(settings.extra) == {"security.protocol": "SSL", "socket.timeout.ms": "1000"}
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(RESERVED_SETTINGS))
 def test_options_refuse_settings_that_order_depends_on(name: str) -> None:
-    assert complaint(**{f"kafka.{name}": "x"}) == f"option 'kafka.{name}' cannot be set: {OURS[name]}"
+    assert complaint(**{f"kafka.{name}": "x"}) == f"option 'kafka.{name}' cannot be set: {RESERVED_SETTINGS[name]}"
 
 
 @pytest.mark.parametrize(

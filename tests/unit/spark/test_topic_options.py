@@ -7,7 +7,7 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 
 from keylane import SettingsError
 from keylane.kafka.offset_resolver import EARLIEST, LATEST
-from keylane.kafka.settings import OURS
+from keylane.kafka.settings import RESERVED_SETTINGS
 from keylane.spark.topic_options import TopicOptions
 
 
@@ -72,7 +72,7 @@ def test_topic_options_pass_client_settings_to_the_client() -> None:
     assert dict(options.settings.extra) == {"client.id": "me"}
     assert (options.committed, options.group) == (False, "g")
     assert "must be read_committed" in complaint(**{"kafka.isolation.level": "dirty"})
-    for name in OURS:
+    for name in RESERVED_SETTINGS:
         if name != "group.id":
             assert "cannot be set" in complaint(**{f"kafka.{name}": "1"})
 
