@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from keylane import App, Message, Poison
-from keylane.kafka.cluster import Cluster
 from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.slots import SLOTS, Slots, slot_of
-from keylane.spark.packaging import AppPackage
-from keylane.spark.source import LaneReader, RunPlan
+from keylane.spark.source import LaneReader
 from keylane.state.admin import AdminClient
-from keylane.state.ownership import take_over
 from keylane.worker import session as worker_session
 from keylane.worker.task import Task
 from support.adjust import adjust
+from support.planned import run_plan
 from support.tasks import Runner
 
 if TYPE_CHECKING:
@@ -148,7 +146,7 @@ def test_a_task_ends_when_its_source_is_not_the_planned_one(log: Log, name: str)
     log.send(f"{name}.in", messages(10))
     app = App(name, source=f"{name}.in")
     app.stage(idle)
-    reader = LaneReader(run_plan(log, app))
+    reader = LaneReader(run_plan(log, app, epoch=2))
     first = reader.initialOffset()
     (one,) = reader.partitions(first, reader.latestOffset(first, None))
     log.delete(f"{name}.in")
@@ -160,26 +158,3 @@ def test_a_task_ends_when_its_source_is_not_the_planned_one(log: Log, name: str)
 
 async def idle(_msg: Message) -> None:
     pass
-
-
-def run_plan(log: Log, app: App) -> RunPlan:
-    topics = Cluster(log.settings).prepare(app.spec)
-    return RunPlan(
-        run="r1",
-        since=take_over(log.settings, app.name, app.spec.state, topics.partitions, "r1"),
-        app=app.name,
-        topic=app.source,
-        package=AppPackage(),
-        settings=log.settings,
-        starting="earliest",
-        epoch=2,
-        tasks=1,
-        there=topics.partitions,
-        source=log.cluster.identity(app.source).source,
-        split=False,
-        sink_limit=topics.sink_limit,
-        sink_stamps=False,
-        outcomes="all",
-        commit="live",
-        read_committed=False,
-    )

@@ -15,7 +15,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane import logs
-from keylane.errors import SettingsError
+from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import TIMEOUT, Cluster, patient
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.murmur2 import partition_of
@@ -131,6 +131,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._cluster: Cluster | None = None
         self._epoch_committer: EpochCommitter | None = None
         self._producer: Producer | None = None
+        self._told = False  # whether a plan of this run is in the state topic
         self._view: StateTopic | None = None
         self._viewed: list[int] = []
         self._labels: Labels = Labels(None)
@@ -386,17 +387,29 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         topic, value = f"{self._plan.app}.state", json.dumps(sorted(former)).encode()
         headers: Any = self._labels.of(FORMER)
         self._producer.produce(topic, value, FORMER, partition=0, headers=headers)
-        self._producer.flush(TIMEOUT)
+        self._flush()
 
     def _tell(self, offset: dict[str, Any]) -> None:
-        """Write the plan down, for people who ask for it."""
+        """Write the plan to the state topic. Operators' tools read the source from the run's first one.
+
+        That one is durable before any task runs: a command's label names the source.
+        """
         plan = self._plan
         if self._producer is None:
             self._producer = plan.settings.producer()
         value = {"run": plan.run, "epoch": offset["epoch"], "at": time.time(), "tasks": offset["plan"]}
         value["source"] = plan.topic
         self._producer.produce(f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=0)
-        self._producer.poll(0)
+        if self._told:
+            self._producer.poll(0)
+        else:
+            self._flush()
+            self._told = True
+
+    def _flush(self) -> None:
+        assert self._producer is not None  # noqa: S101 - its callers have just used it
+        if self._producer.flush(TIMEOUT):
+            raise BrokerError(f"could not write to topic '{self._plan.app}.state' within {TIMEOUT:g} s")
 
     @staticmethod
     def _rested(state: StateTopic, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:

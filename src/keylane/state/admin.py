@@ -206,6 +206,12 @@ class AdminClient:
 
     def give(self, commands: Iterable[Command]) -> None:
         """Write these orders. Raises BrokerError when one of them was not taken."""
+        self._follow()
+        if not self.source:
+            raise BrokerError(
+                f"app {self.app!r} has not planned its first epoch yet: there is nothing to give a command for. "
+                "Try again in a moment"
+            )
         if self._producer is None:  # it takes half a second to be ready: made once, for the first order
             self._producer = self._settings.producer(**{"message.timeout.ms": int(TIMEOUT * 1000)})
         producer = self._producer
@@ -345,8 +351,8 @@ class AdminClient:
         for _ in range(_AT_A_TIME):
             self._state.poll()
         source = self._state.plan.get("source")
-        if not self.source and isinstance(source, str) and source:
-            # The app's first epoch was planned since. Until then its records are those of another topic.
+        if isinstance(source, str) and source not in ("", self.source):
+            # A run that reads this source has planned its first epoch since. Records of another source do not count.
             self.source = source
             self._restore()
 

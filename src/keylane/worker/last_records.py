@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class LastRecords(Contributor):
     """For the planner, or a task that tries again. ``load`` is what was read, by partition and bucket of slots.
 
-    ``ownership`` is released with the commit; None keeps it.
+    ``ownership`` is released with the commit; None keeps it. ``finished``: everything below the plan's ``until`` was
+    read, and is done or waits in a stopped lane. An epoch that ends earlier leaves messages to the next one.
     """
 
     def __init__(
@@ -30,11 +31,14 @@ class LastRecords(Contributor):
         load: Mapping[int, list[int]],
         engine: Engine,
         ownership: Ownership | None,
+        *,
+        finished: bool,
     ) -> None:
         self._plan = plan
         self._load = load
         self._engine = engine
         self._ownership = ownership
+        self._finished = finished
 
     def collect(self, batch: CommitBatch, /) -> None:
         """Add the load, why the task has ended, and the release of its partitions."""
@@ -48,7 +52,7 @@ class LastRecords(Contributor):
                 for partition in plan.starts:
                     why = {"run": plan.run, "why": str(error)}
                     batch.note(partition, FLOOD, json.dumps(why).encode())
-        elif plan.until is not None and engine.resting and (engine.held or plan.cuts):
+        elif self._finished and plan.until is not None and (engine.held or plan.cuts):
             for partition, slots in plan.slots.items():
                 value = {"run": plan.run, "until": plan.until[partition]}
                 batch.note(partition, part_of(REST, slots), json.dumps(value).encode())

@@ -152,6 +152,7 @@ class Task:
         self._commands: CommandExecutor | None = None
         self._ownership: Ownership | None = None
         self._leaving: Ownership | None = None  # set when another run has taken over
+        self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
         self._shares: dict[int, PartitionFlow] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
         self._telemetry: TelemetryWriter | None = None
@@ -409,7 +410,13 @@ class Task:
         if isinstance(failed, FencedError | AbortedError):
             return
 
-        final = LastRecords(self._plan, self._load, engine, None if failed is not None else ownership)
+        final = LastRecords(
+            self._plan,
+            self._load,
+            engine,
+            None if failed is not None else ownership,
+            finished=self._finished,
+        )
         if failed is None:
             await self._let_others_go_first(state, ownership)
         with contextlib.suppress(KeylaneError) if failed is not None else contextlib.nullcontext():
@@ -644,6 +651,7 @@ class Task:
                 return
             commands.take([order for order in state.take_commands() if self._is_ours(order)])
             if fetcher.ended and engine.resting and commands.idle and self._caught_up(engine):
+                self._finished = True
                 return
             wait = min(_CONTROL, max(0.0, self._deadline - time.monotonic()))
             await asyncio.wait([engine.failure], timeout=wait)
