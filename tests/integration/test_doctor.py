@@ -1,4 +1,4 @@
-"""The doctor at a real broker: what it finds there, and that it changes nothing."""
+"""Doctor against a real broker: it finds planted faults and changes nothing."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def bad(said: dict[str, Any]) -> list[str]:
     return [one["found"] for one in said["findings"] if one["level"] in ("fault", "warning")]
 
 
-def test_an_app_that_is_well_gets_no_warning_and_is_left_as_it_was(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_sound_app_gets_no_warning_and_is_unchanged(log: Log, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", partitions=2)
     log.send(f"{name}.in", [{"key": b"k%d" % i, "value": b"%d" % i} for i in range(20)])
     runner = Runner(log, name, tmp_path)
@@ -66,7 +64,7 @@ def test_new_app_on_an_open_broker_lacks_no_permission(log: Log, name: str) -> N
     assert not [one for one in said["findings"] if "allow" in (one.get("remedy") or "")]
 
 
-def test_faults_that_were_planted_at_the_broker_are_found(log: Log, name: str) -> None:
+def test_planted_broker_faults_are_found(log: Log, name: str) -> None:
     log.create(f"{name}.in", partitions=2, cleanup_policy="compact", retention_ms="60000")
     log.create(f"{name}.state", partitions=2, cleanup_policy="delete")
     old, ahead = int((time.time() - 45) * 1000), int((time.time() + 600) * 1000)
@@ -100,7 +98,7 @@ def test_faults_that_were_planted_at_the_broker_are_found(log: Log, name: str) -
         assert wanted in text
 
 
-def test_a_broker_that_does_not_answer_and_a_source_that_is_missing_are_faults(
+def test_silent_broker_and_missing_source_are_faults(
     log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert any("does not exist" in text for text in bad(examine(log, name, "--source", f"{name}.nothing")))
@@ -109,8 +107,10 @@ def test_a_broker_that_does_not_answer_and_a_source_that_is_missing_are_faults(
     assert "no Kafka broker answered" in nobody.fault
 
 
-def test_workers_say_what_they_have(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(spark), "stop", lambda _self: None)  # it is everybody's
+def test_workers_report_their_python_and_packages(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda _self: None)  # the session is shared by all tests
     host, java = probe_host(bounds())
     found = probe_spark("local[2]", list(host.packages))
     assert (found.fault, found.slots, java.fault) == ("", 2, "")
@@ -118,5 +118,5 @@ def test_workers_say_what_they_have(spark: SparkSession, monkeypatch: pytest.Mon
         (host.python, tuple(sorted(host.packages.items())))
     }
     assert all(one.asked[0] - 1 <= one.clock <= one.asked[1] + 1 for one in found.workers)
-    none = probe_spark("local[2]", [], patience=0.0)
+    none = probe_spark("local[2]", [], timeout=0.0)
     assert "no task ran within" in none.fault

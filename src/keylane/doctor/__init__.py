@@ -1,1 +1,1 @@
-"""What ``keylane doctor`` looks at: :mod:`facts` are found by the ``probe_*`` modules and judged by :mod:`judge`."""
+"""Diagnosis of setup problems: probes collect facts, and judges turn them into findings."""

@@ -1,4 +1,4 @@
-"""What the doctor knows, before anybody judges it. Values only: tests plant them."""
+"""Facts that the doctor judges, as plain values, so that tests can plant any fault."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class HostFacts:
     packages: Mapping[str, str]
     """Version by name; a package that is missing is not in it."""
     clock: float = 0.0
-    """Unix time there when it was asked."""
+    """Unix time on that machine when it answered."""
     asked: tuple[float, float] = (0.0, 0.0)
-    """Unix times here before and after asking: the clock there should be between them."""
+    """Unix times on the driver before and after the question; ``clock`` should be between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JavaFacts:
-    """The Java that Spark and the embedded broker run on. ``fault`` says in a sentence why there is none."""
+    """The Java that Spark and the embedded broker run on. ``fault`` is a sentence: why none was found."""
 
     version: str = ""
     path: str = ""
@@ -41,7 +41,7 @@ class JavaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparkFacts:
-    """A Spark that was started, and what ran on it. ``fault`` says in a sentence why it was not."""
+    """A Spark session and what ran on it. ``fault`` is a sentence: why it did not start or run tasks."""
 
     master: str
     slots: int = 0
@@ -53,7 +53,7 @@ class SparkFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppFacts:
-    """The app, as far as it matters here. ``source`` is None when only a name was given."""
+    """The settings of the app that the doctor checks. ``source`` is None when only a name was given."""
 
     name: str
     source: str | None
@@ -61,23 +61,23 @@ class AppFacts:
     order: Ordering = KEY
     ledger: bool = False
     tasks: int | None = None
-    """At most so many, by its options."""
+    """The most tasks that its options allow; None: no limit."""
     spool: Path | None = None
-    """Where its dead letters wait while their topic takes none; None: the usual folder."""
+    """The folder for dead letters that their topic refuses; None: the default folder."""
 
     @property
     def dlq(self) -> str:
-        """Topic."""
+        """The topic of its dead letters."""
         return dead_letter_topic(self.name)
 
     @property
     def state(self) -> str:
-        """Topic."""
+        """Its state topic."""
         return state_topic(self.name)
 
     @property
     def ledger_topic(self) -> str:
-        """Topic."""
+        """The topic of its ledger."""
         return ledger_topic(self.name)
 
 
@@ -87,17 +87,17 @@ class TopicFacts:
 
     partitions: int
     replicas: int
-    """Of the partition that has fewest."""
+    """The smallest number of replicas of any partition."""
     behind: int = 0
-    """Partitions that have fewer replicas in sync than they should."""
+    """Partitions with replicas that are not in sync."""
     leaderless: int = 0
     settings: Mapping[str, str] | None = None
-    """None: not allowed to read them."""
+    """None: reading them is not allowed."""
     rights: frozenset[str] | None = None
-    """READ, WRITE …; None: the broker does not say."""
+    """Allowed operations such as READ and WRITE; None: the broker does not report them."""
 
     def number(self, name: str) -> int | None:
-        """A setting that is a number; None when it is not known."""
+        """A numeric setting; None when it is unknown."""
         try:
             return int((self.settings or {})[name])
         except (KeyError, ValueError):
@@ -106,21 +106,21 @@ class TopicFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
-    """How far the app is in one partition of its source."""
+    """The app's progress in one partition of its source."""
 
     partition: int
     beginning: int
     end: int
     committed: int | None
     waiting_since: float | None = None
-    """Unix time of the oldest message that is not done, by its own timestamp; None when there is none."""
+    """Timestamp (Unix time) of the oldest message that is not done; None when all are done."""
     newest: float | None = None
-    """Unix time of the last message."""
+    """Timestamp (Unix time) of the last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """The app's consumer group. ``unread`` says why it could not be described."""
+    """The app's consumer group. ``unread`` is the reason why it could not be described."""
 
     state: str = ""
     members: tuple[str, ...] = ()
@@ -130,29 +130,29 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """A Kafka cluster, with the topics that matter. ``fault`` says in a sentence why it cannot be reached."""
+    """A Kafka cluster and the app's topics on it. ``fault`` is a sentence: why it cannot be reached."""
 
     bootstrap: str
     brokers: int = 0
     seconds: float = 0.0
-    """Until it answered."""
+    """How long its first answer took."""
     topics: Mapping[str, TopicFacts] = field(default_factory=dict)
     rights: frozenset[str] | None = None
-    """On the cluster itself."""
+    """Allowed operations on the cluster itself."""
     secured: bool | None = None
-    """Whether there is an authorizer; None: not allowed to know."""
+    """Whether it has an authorizer; None: unknown, because reading the rules is not allowed."""
     transactional: bool | None = None
-    """Whether some rule allows WRITE on transactional ids that begin with the app's name; None: not known."""
+    """Whether a rule allows WRITE on transactional ids that begin with the app's name; None: unknown."""
     group: GroupFacts | None = None
     positions: tuple[GroupPosition, ...] = ()
     owners: tuple[str, ...] = ()
-    """Tasks of the app that own partitions now, or were killed."""
+    """Tasks of the app that own partitions; some may have been killed."""
     malformed: Mapping[str, int] = field(default_factory=dict)
     """Records of the state topic that could not be read, by kind."""
     id: str = ""
-    """Empty when it is not known."""
+    """Empty when it is unknown."""
     offsets_kept: float | None = None
-    """Seconds from the last commit of an offset until the cluster deletes it; None: not allowed to know."""
+    """Seconds from the last commit of an offset until the cluster deletes it; None: reading it is not allowed."""
     fault: str = ""
     now: float = 0.0
-    """Unix time here when all this was asked."""
+    """Unix time on the driver when the probe began."""

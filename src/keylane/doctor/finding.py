@@ -13,16 +13,16 @@ class Level(StrEnum):
     NOTE = "note"
     """Worth knowing; nothing has to be done."""
     WARNING = "warning"
-    """It works, and will hurt one day."""
+    """It works now, and can cause trouble later."""
     FAULT = "fault"
     """It does not work, or breaks a promise."""
     UNKNOWN = "unknown"
-    """It could not be looked at; the text says why."""
+    """It could not be checked; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it: empty where there is nothing to do."""
+    """What was checked, what was found, and what to do about it; ``remedy`` is empty when nothing has to be done."""
 
     check: str
     level: Level
@@ -31,27 +31,27 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
+    """A check that passed."""
     return Finding(check=check, level=Level.OK, found=found)
 
 
 def note(check: str, found: str, remedy: str = "") -> Finding:
-    """Worth knowing."""
+    """A fact worth knowing."""
     return Finding(check=check, level=Level.NOTE, found=found, remedy=remedy)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """It will hurt."""
+    """A risk, and how to remove it."""
     return Finding(check=check, level=Level.WARNING, found=found, remedy=remedy)
 
 
 def fault(check: str, found: str, remedy: str) -> Finding:
-    """It does not work."""
+    """A fault, and how to fix it."""
     return Finding(check=check, level=Level.FAULT, found=found, remedy=remedy)
 
 
 def unknown(check: str, found: str, remedy: str = "") -> Finding:
-    """Nobody knows."""
+    """A check that could not be made."""
     return Finding(check=check, level=Level.UNKNOWN, found=found, remedy=remedy)
 
 

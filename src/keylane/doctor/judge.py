@@ -1,4 +1,4 @@
-"""From facts to findings: machines, Spark, the broker. Nothing here asks anybody: every fault can be planted."""
+"""Findings about machines, Spark and the broker. Pure functions of facts: no network, no files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
     from keylane.doctor.facts import AppFacts, ClusterFacts, HostFacts, JavaFacts, SparkFacts
 
 OLDEST_PYTHON = (3, 11)
-SKEW = 5.0
-"""Seconds by which clocks may differ."""
-_SLOW = 2.0
-_OWN = ("keylane", "pyspark")
-"""Packages of which driver and workers must have the same."""
+MAX_CLOCK_SKEW_SECONDS = 5.0
+_SLOW_ANSWER_SECONDS = 2.0
+_SAME_EVERYWHERE = ("keylane", "pyspark")
+"""Packages whose versions must be equal on the driver and the workers."""
 
 
 def judge_host(host: HostFacts, java: JavaFacts, bounds: Mapping[str, str]) -> Iterator[Finding]:
-    """This machine. ``bounds`` are the versions that Keylane asks for, as in ``>=4.2,<5``."""
+    """Check this machine. ``bounds`` are the versions that Keylane requires, such as ``>=4.2,<5``."""
     if _numbers(host.python)[:2] < OLDEST_PYTHON:
         yield fault(
             "python",
             f"Python {host.python}",
-            f"Keylane needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer: make an environment with one",
+            f"create an environment with Python {'.'.join(map(str, OLDEST_PYTHON))} or newer",
         )
     else:
         yield ok("python", f"Python {host.python}")
@@ -52,49 +51,49 @@ def judge_host(host: HostFacts, java: JavaFacts, bounds: Mapping[str, str]) -> I
 
 
 def judge_spark(spark: SparkFacts, driver: HostFacts) -> Iterator[Finding]:
-    """Spark, and what its workers have."""
+    """Check Spark and the packages of its workers."""
     if spark.fault:
         yield fault(
             "spark",
             f"{spark.master}: {spark.fault}",
-            "correct --master, and see that the master has workers with free cores; 'local[2]' runs on this machine",
+            "correct --master, and check that the master has workers with free cores; 'local[2]' runs on this machine",
         )
         return
-    yield ok("spark", f"{spark.master} runs tasks: {spark.slots} at once")
+    yield ok("spark", f"{spark.master} runs {spark.slots} tasks at once")
     if spark.speculation:
         yield fault(
             "spark",
-            "spark.speculation is on: Spark would run a lane twice at the same time",
+            "spark.speculation is on: Spark may run a lane twice at the same time",
             "set spark.speculation=false for this app",
         )
     if spark.max_failures < 4:
         yield warning(
             "spark",
-            f"a query ends when one task has failed {_times(spark.max_failures)}",
+            f"a query ends after one task has failed {_times(spark.max_failures)}",
             "set spark.task.maxFailures=4 (local masters: local[N,4])",
         )
     yield from _workers(spark.workers, driver)
 
 
 def _workers(workers: Iterable[HostFacts], driver: HostFacts) -> Iterator[Finding]:
-    said: set[str] = set()
+    reported: set[str] = set()
     sound = True
     for host in workers:
         for finding in _worker(host, driver):
             sound = False
-            if finding.found not in said:
-                said.add(finding.found)
+            if finding.found not in reported:
+                reported.add(finding.found)
                 yield finding
     names = sorted({host.name for host in workers})
     if sound and names:
-        yield ok("workers", f"{', '.join(names)}: the same Python and packages as here")
+        yield ok("workers", f"{', '.join(names)}: same Python and packages as the driver")
 
 
 def _worker(host: HostFacts, driver: HostFacts) -> Iterator[Finding]:
     if _numbers(host.python)[:2] != _numbers(driver.python)[:2]:
         yield fault(
             "workers",
-            f"{host.name} has Python {host.python}, the driver {driver.python}: apps cannot be shipped between them",
+            f"{host.name} has Python {host.python}, the driver {driver.python}: the app cannot be sent to it",
             "point PYSPARK_PYTHON at the same Python on all machines",
         )
     for name, version in driver.packages.items():
@@ -107,24 +106,24 @@ def _worker(host: HostFacts, driver: HostFacts) -> Iterator[Finding]:
                 "PYSPARK_PYTHON=./env/bin/python",
             )
         elif have != version:
-            which = fault if name in _OWN else warning
-            yield which(
+            level = fault if name in _SAME_EVERYWHERE else warning
+            yield level(
                 "workers",
                 f"{host.name} has {name} {have}, the driver {version}",
                 f"install {name}=={version} there",
             )
     before, after = host.asked
-    if after and not before - SKEW <= host.clock <= after + SKEW:
-        away = host.clock - (after if host.clock > after else before)
+    if after and not before - MAX_CLOCK_SKEW_SECONDS <= host.clock <= after + MAX_CLOCK_SKEW_SECONDS:
+        ahead = host.clock - (after if host.clock > after else before)
         yield warning(
             "clocks",
-            f"the clock of {host.name} is {abs(away):.0f} s {'ahead of' if away > 0 else 'behind'} this one",
-            "let all machines follow a time server (chrony, ntpd)",
+            f"the clock of {host.name} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this one",
+            "synchronize all machines with a time server (chrony, ntpd)",
         )
 
 
 def judge_slots(app: AppFacts, spark: SparkFacts, cluster: ClusterFacts) -> Iterator[Finding]:
-    """Whether what Spark has can be used."""
+    """Check whether the app can use all of Spark's slots."""
     source = cluster.topics.get(app.source or "")
     if spark.fault or source is None:
         return
@@ -132,8 +131,8 @@ def judge_slots(app: AppFacts, spark: SparkFacts, cluster: ClusterFacts) -> Iter
     if app.tasks is not None and app.tasks > spark.slots:
         yield warning(
             "slots",
-            f"{app.tasks} tasks are asked for, and Spark has {spark.slots} slots",
-            "give Spark more cores, or leave the option 'tasks' out",
+            f"the app asks for {app.tasks} tasks, and Spark has {spark.slots} slots",
+            "give Spark more cores, or leave out --tasks",
         )
     whole = not app.order.splittable and app.order.max_tasks is None
     useful = source.partitions if whole else app.order.max_tasks or most
@@ -141,14 +140,14 @@ def judge_slots(app: AppFacts, spark: SparkFacts, cluster: ClusterFacts) -> Iter
         yield note(
             "slots",
             f"{most} tasks could run at once, but order={app.order!r} uses {useful}",
-            "more partitions" if whole else 'order="key", if order inside a key is enough',
+            "add partitions" if whole else 'use order="key" if order inside a key is enough',
         )
     else:
         yield ok("slots", f"{counted(most, 'task')} for {counted(source.partitions, 'partition')}")
 
 
 def judge_cluster(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Whether the broker answers."""
+    """Check that the broker answers."""
     if cluster.fault:
         yield fault(
             "broker",
@@ -160,38 +159,38 @@ def judge_cluster(cluster: ClusterFacts) -> Iterator[Finding]:
         "broker",
         f"{cluster.bootstrap}: {counted(cluster.brokers, 'broker')}, answered in {cluster.seconds:.2f} s",
     )
-    if cluster.seconds > _SLOW:
+    if cluster.seconds > _SLOW_ANSWER_SECONDS:
         yield warning(
             "broker",
-            f"its first answer took {cluster.seconds:.1f} s",
-            "look at the network, the name service and the broker's load",
+            f"the first answer took {cluster.seconds:.1f} s",
+            "check the network, the name service and the broker's load",
         )
 
 
 def judge_spool(folders: Collection[Path], own: Path) -> Iterator[Finding]:
-    """Dead letters that wait on this machine for other clusters, in ``folders``; ``own`` are for this one."""
+    """Check for spooled dead letters of other clusters, in ``folders``; ``own`` is the folder for this cluster."""
     if not folders:
-        yield ok("spool", "no dead letters wait on this machine for another cluster")
+        yield ok("spool", "this machine has no spooled dead letters of another cluster")
     for folder in folders:
         yield warning(
             "spool",
-            f"dead letters of another cluster, or of an unknown one, wait in {folder}",
-            f"run the app in their cluster on this machine: it sends them. If they belong to this cluster, move the "
-            f"files to {own}",
+            f"dead letters of another or an unknown cluster are spooled in {folder}",
+            f"run the app against their cluster on this machine: it sends them. If they belong to this cluster, move "
+            f"the files to {own}",
         )
 
 
 def fits(version: str, bound: str) -> bool:
-    """Whether a version is within bounds like ``>=4.2,<5``; other comparisons count as fitting."""
+    """Whether a version is within bounds such as ``>=4.2,<5``; other comparisons are ignored."""
     have = _numbers(version)
     for part in bound.split(","):
         found = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part)
         if found is None:
             continue
-        wanted = _numbers(found[2])
-        width = max(len(have), len(wanted))
-        mine, theirs = (one + (0,) * (width - len(one)) for one in (have, wanted))
-        if (found[1] == ">=" and mine < theirs) or (found[1] == "<" and mine >= theirs):
+        limit = _numbers(found[2])
+        width = max(len(have), len(limit))
+        padded, padded_limit = (one + (0,) * (width - len(one)) for one in (have, limit))
+        if (found[1] == ">=" and padded < padded_limit) or (found[1] == "<" and padded >= padded_limit):
             return False
     return True
 

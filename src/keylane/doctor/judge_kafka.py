@@ -1,11 +1,11 @@
-"""From facts to findings: an app's topics, its progress, its rights. Nothing here asks anybody."""
+"""Findings about an app's topics, progress and rights. Pure functions of facts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from keylane.doctor.finding import Finding, counted, fault, note, ok, unknown, warning
-from keylane.doctor.judge import SKEW
+from keylane.doctor.judge import MAX_CLOCK_SKEW_SECONDS
 from keylane.kafka.cluster import DEAD_LETTER_ROOM
 from keylane.worker.progress import OFFSET_REFRESH_SECONDS
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from keylane.doctor.facts import AppFacts, ClusterFacts, GroupPosition, TopicFacts
 
-_HALF, _NEARLY = 0.5, 0.9
-"""Shares of the retention that a lag may use up."""
-_DAY, _WEEK = 86_400.0, 7 * 86_400.0
-_ABSENT = ("absent", "DEAD", "ConsumerGroupState.DEAD")
-"""What a broker says of a group that nobody has used."""
+_WARNING_SHARE, _FAULT_SHARE = 0.5, 0.9
+"""Shares of the retention that the oldest waiting message has used up."""
+_DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
+_ABSENT_STATES = ("absent", "DEAD", "ConsumerGroupState.DEAD")
+"""States that brokers report for a group that was never used."""
 
 
 def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
-    """The topics that the app reads, writes and owns."""
+    """Check the topics that the app reads, writes and owns."""
     source = cluster.topics.get(app.source or "")
     if app.source is not None and source is None:
         yield fault(
@@ -30,14 +30,14 @@ def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
         )
     if source is not None and app.source is not None:
         yield from _health("source", app.source, source, cluster.brokers)
-        yield from _source(app.source, source)
+        yield from _compaction(app.source, source)
     if app.sink is not None:
         sink = cluster.topics.get(app.sink)
         if sink is None:
             yield fault("sink", f"topic {app.sink!r} does not exist", "create it, or correct the app's sink")
         else:
             yield from _health("sink", app.sink, sink, cluster.brokers)
-            yield from _smaller("sink", app.sink, sink, source, 0)
+            yield from _message_size("sink", app.sink, sink, source, 0)
     yield from _own_topics(app, cluster, source)
 
 
@@ -55,35 +55,35 @@ def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None)
             yield warning(
                 check,
                 f"topic {name!r} has {counted(topic.partitions, 'partition')}, the source {source.partitions}",
-                "nothing to do: it grows when the app starts, if the app may alter it",
+                "nothing to do if the app may alter it: it adds partitions when it starts",
             )
         if check == "state" and cluster.malformed:
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(cluster.malformed.items()))
             yield warning(
                 check,
                 f"topic {name!r} has {counted(sum(cluster.malformed.values()), 'malformed record')}, ignored: {kinds}",
-                "find out who writes into it: only the app and Keylane's own tools may",
+                "find out what writes to it: only the app and Keylane's own tools may",
             )
         cleanup = (topic.settings or {}).get("cleanup.policy", "")
         if check == "state" and cleanup and cleanup != "compact":
             yield fault(
                 check,
-                f"topic {name!r} has cleanup.policy={cleanup}: what the app knows of its lanes is deleted in time",
+                f"topic {name!r} has cleanup.policy={cleanup}: the state of the app's lanes is deleted in time",
                 "set its cleanup.policy=compact (kafka-configs.sh --alter --entity-type topics …)",
             )
         if check == "dead letters":
-            yield from _smaller(check, name, topic, source, DEAD_LETTER_ROOM)
+            yield from _message_size(check, name, topic, source, DEAD_LETTER_ROOM)
             kept = topic.number("retention.ms")
-            if kept is not None and 0 <= kept / 1000 < _WEEK:
+            if kept is not None and 0 <= kept / 1000 < _WEEK_SECONDS:
                 yield warning(
                     check,
                     f"topic {name!r} keeps dead letters for {_age(kept / 1000)} only",
-                    "raise its retention.ms: a letter that is deleted cannot be redriven",
+                    "raise its retention.ms: a deleted dead letter cannot be redriven",
                 )
             if "compact" in cleanup:
                 yield fault(
                     check,
-                    f"topic {name!r} is compacted: of the dead letters of a key only the last is kept",
+                    f"topic {name!r} is compacted: of a key's dead letters, only the last is kept",
                     "set its cleanup.policy=delete",
                 )
 
@@ -94,21 +94,21 @@ def _health(check: str, name: str, topic: TopicFacts, brokers: int) -> Iterator[
         sound = False
         yield fault(
             check,
-            f"{counted(topic.leaderless, 'partition')} of topic {name!r} have no leader: nobody can read or write them",
-            "bring their brokers back",
+            f"{counted(topic.leaderless, 'partition')} of topic {name!r} have no leader: no reads, no writes",
+            "start their brokers again",
         )
     if topic.behind:
         sound = False
         yield warning(
             check,
             f"{counted(topic.behind, 'partition')} of topic {name!r} have replicas that are not in sync",
-            "look at the brokers that hold them",
+            "check the brokers that hold them",
         )
     if topic.replicas < 2 <= brokers:
         sound = False
         yield warning(
             check,
-            f"topic {name!r} has one replica on {brokers} brokers: one disk that fails loses it",
+            f"topic {name!r} has one replica on {brokers} brokers: the failure of one disk loses it",
             "give it 3 replicas (kafka-reassign-partitions.sh)",
         )
     insync = topic.number("min.insync.replicas")
@@ -116,7 +116,7 @@ def _health(check: str, name: str, topic: TopicFacts, brokers: int) -> Iterator[
         sound = False
         yield warning(
             check,
-            f"topic {name!r} has min.insync.replicas={insync}: a result counts as written when one broker has it",
+            f"topic {name!r} has min.insync.replicas={insync}: a write is acknowledged when one broker has it",
             "set min.insync.replicas=2",
         )
     if insync is not None and insync > topic.replicas:
@@ -138,30 +138,30 @@ def _health(check: str, name: str, topic: TopicFacts, brokers: int) -> Iterator[
         )
 
 
-def _source(name: str, topic: TopicFacts) -> Iterator[Finding]:
+def _compaction(name: str, topic: TopicFacts) -> Iterator[Finding]:
     if "compact" in (topic.settings or {}).get("cleanup.policy", ""):
         yield warning(
             "source",
-            f"topic {name!r} is compacted: of the messages of a key that wait, all but the last may be removed "
-            "before they are processed",
-            "set its cleanup.policy=delete; or let messages carry whole states, so that the last one is enough",
+            f"topic {name!r} is compacted: all but the last message of a key may be removed before they are "
+            "processed",
+            "set its cleanup.policy=delete, or put the whole state into every message, so that the last one is enough",
         )
 
 
-def _smaller(
+def _message_size(
     check: str, name: str, topic: TopicFacts, source: TopicFacts | None, room: int
 ) -> Iterator[Finding]:
-    mine, theirs = topic.number("max.message.bytes"), source and source.number("max.message.bytes")
-    if mine is not None and theirs and mine < theirs + room:
+    own_limit, source_limit = topic.number("max.message.bytes"), source and source.number("max.message.bytes")
+    if own_limit is not None and source_limit and own_limit < source_limit + room:
         yield warning(
             check,
-            f"topic {name!r} takes messages of {mine:,} bytes, the source of {theirs:,}",
-            f"set its max.message.bytes to {theirs + room} or more",
+            f"topic {name!r} accepts messages of {own_limit:,} bytes, the source of {source_limit:,}",
+            f"set its max.message.bytes to {source_limit + room} or more",
         )
 
 
 def judge_progress(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
-    """The group, the lag and the retention."""
+    """Check the group, the lag and the retention."""
     group = cluster.group
     if group is not None:
         if group.unread:
@@ -169,25 +169,27 @@ def judge_progress(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
             yield unknown(
                 "group",
                 f"group {app.name!r} could not be described: {group.unread}",
-                "allow DESCRIBE on it" if denied else "ask again; the broker may just be starting",
+                "allow DESCRIBE on it"
+                if denied
+                else "run the doctor again; the broker may still be starting",
             )
-        elif group.state in _ABSENT:
+        elif group.state in _ABSENT_STATES:
             yield ok("group", f"group {app.name!r} does not exist yet: the app's first commit creates it")
         elif group.members:
             yield fault(
                 "group",
-                f"group {app.name!r} has members that are not Keylane's: {', '.join(group.members[:3])}. "
-                "They commit where the app does",
-                "stop them, or give them another group.id: the app's name is its group",
+                f"group {app.name!r} has members outside Keylane: {', '.join(group.members[:3])}. "
+                "They commit offsets of the same group",
+                "stop them, or give them another group.id: the app's name is its group id",
             )
         else:
-            yield ok("group", f"group {app.name!r} is used by nobody else")
+            yield ok("group", f"group {app.name!r} has no other members")
     yield from _offsets_kept(cluster)
     if cluster.owners:
         yield note(
             "run",
             f"{counted(len(cluster.owners), 'task')} of the app own partitions, for example {cluster.owners[0]}",
-            "a run that is started now takes over from it",
+            "a run that starts now takes their partitions over",
         )
     yield from _lag(app, cluster)
 
@@ -200,18 +202,19 @@ def _offsets_kept(cluster: ClusterFacts) -> Iterator[Finding]:
         yield fault(
             "offsets",
             f"the cluster deletes an offset {_age(kept)} after its last commit, and a task commits the offset of an "
-            f"idle partition again after {_age(OFFSET_REFRESH_SECONDS)}",
-            "raise the brokers' offsets.retention.minutes to 10080 (7 days): without its offset a partition runs again",
+            f"idle partition only every {_age(OFFSET_REFRESH_SECONDS)}",
+            "raise the brokers' offsets.retention.minutes to 10080 (7 days): a partition without an offset runs "
+            "again",
         )
-    elif kept < _DAY:
+    elif kept < _DAY_SECONDS:
         yield warning(
             "offsets",
             f"the cluster deletes an offset {_age(kept)} after its last commit: an app that is stopped for longer "
-            "forgets what is done",
+            "loses its progress",
             "raise the brokers' offsets.retention.minutes to 10080 (7 days), or do not stop the app for longer",
         )
     else:
-        yield ok("offsets", f"the offsets of an app that is stopped are kept for {_age(kept)}")
+        yield ok("offsets", f"the offsets of a stopped app are kept for {_age(kept)}")
 
 
 def _lag(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
@@ -226,25 +229,25 @@ def _lag(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
             yield finding
     if sound:
         yield ok(
-            "lag", f"{counted(lag, 'message')} of {app.source!r} not done, none near the end of its retention"
+            "lag", f"{counted(lag, 'message')} of {app.source!r} not done, none near the end of the retention"
         )
-    future = [at for at in cluster.positions if at.newest is not None and at.newest > cluster.now + SKEW]
-    if future:
-        ahead = max((at.newest or 0) - cluster.now for at in future)
+    newest = max((at.newest for at in cluster.positions if at.newest is not None), default=None)
+    if newest is None:
+        yield unknown("clocks", f"{app.source!r} is empty: no timestamp to compare")
+    elif newest > cluster.now + MAX_CLOCK_SKEW_SECONDS:
         whose = (
             "the broker's clock"
             if (source.settings or {}).get("message.timestamp.type") == "LogAppendTime"
-            else "the clock of who wrote them"
+            else "the clock of their producer"
         )
         yield warning(
             "clocks",
-            f"messages in {app.source!r} are {ahead:.0f} s in the future: {whose} is ahead, or this one behind",
-            "let all machines follow a time server (chrony, ntpd): retention and latency count by these times",
+            f"messages in {app.source!r} are {newest - cluster.now:.0f} s in the future: {whose} is ahead, or this "
+            "one is behind",
+            "synchronize all machines with a time server (chrony, ntpd): retention and latency depend on timestamps",
         )
-    elif any(at.newest is not None for at in cluster.positions):
-        yield ok("clocks", f"no message of {app.source!r} is in the future")
     else:
-        yield unknown("clocks", f"{app.source!r} is empty: there is no timestamp to compare")
+        yield ok("clocks", f"no message of {app.source!r} is in the future")
 
 
 def _position(at: GroupPosition, source: TopicFacts, now: float) -> Iterator[Finding]:
@@ -253,33 +256,35 @@ def _position(at: GroupPosition, source: TopicFacts, now: float) -> Iterator[Fin
         yield fault(
             "lag",
             f"{where}: {at.beginning - at.committed:,} messages were deleted before they were done",
-            "raise the source's retention above the longest lag; what is gone is gone",
+            "raise the source's retention above the longest lag; the deleted messages cannot be recovered",
         )
     if at.committed is not None and at.committed > at.end:
         yield fault(
             "lag",
-            f"{where}: the group is at {at.committed:,} and the log ends at {at.end:,}: "
-            "the topic was made anew, or lost its end",
-            "set the group's offset if not all of it is to run (kafka-consumer-groups.sh --reset-offsets)",
+            f"{where}: the committed offset is {at.committed:,} and the log ends at {at.end:,}: "
+            "the topic was recreated, or lost messages at its end",
+            "set the group's offset, unless the whole topic shall run (kafka-consumer-groups.sh --reset-offsets)",
         )
     kept = source.number("retention.ms")
     if kept is None or kept <= 0 or at.waiting_since is None:
         return
     share = (now - at.waiting_since) / (kept / 1000)
-    if share > _HALF:
-        which = fault if share > _NEARLY else warning
-        yield which(
+    if share > _WARNING_SHARE:
+        level = fault if share > _FAULT_SHARE else warning
+        yield level(
             "lag",
             f"{where}: the oldest message that is not done is {_age(now - at.waiting_since)} old, and the source keeps "
             f"messages for {_age(kept / 1000)}",
-            "raise the source's retention.ms, or process faster: what is deleted is lost",
+            "raise the source's retention.ms, or process faster: a deleted message is lost",
         )
 
 
 def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
-    """What the app may do there."""
+    """Check what the app's user may do."""
     if cluster.secured is False:
-        yield ok("rights", "the cluster has no authorizer, or no rules in it: nothing is restricted")
+        yield ok(
+            "rights", "the cluster has no authorizer, or an authorizer without rules: nothing is restricted"
+        )
         return
     needed = {
         app.source: {"READ", "DESCRIBE_CONFIGS"},
@@ -302,7 +307,7 @@ def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
             yield fault(
                 "rights",
                 f"no {' and '.join(missing)} on topic {name!r}",
-                f"allow it to the app's user on {name!r}",
+                f"allow the app's user {' and '.join(missing)} on {name!r}",
             )
     absent = [name for name in (app.dlq, app.state) if name not in cluster.topics]
     if absent and cluster.rights is not None and "CREATE" not in cluster.rights:
@@ -310,12 +315,16 @@ def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
         yield fault(
             "rights",
             f"{', '.join(map(repr, absent))} must be created, and CREATE on the cluster is not allowed",
-            "allow it, or create them with as many partitions as the source (the state topic compacted)",
+            "allow CREATE, or create them with as many partitions as the source (the state topic compacted)",
         )
     group = cluster.group
     if group is not None and group.rights is not None and "READ" not in group.rights:
         sound = False
-        yield fault("rights", f"no READ on group {app.name!r}", "allow it: progress is committed there")
+        yield fault(
+            "rights",
+            f"no READ on group {app.name!r}",
+            "allow READ: the app commits its progress to the group",
+        )
     if cluster.transactional is False:
         sound = False
         yield fault(
@@ -326,13 +335,13 @@ def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     elif cluster.transactional is None:
         yield unknown(
             "rights",
-            "rights on transactional ids could not be read",
-            "allow DESCRIBE on the cluster to see them",
+            "the rights on transactional ids could not be read",
+            "allow DESCRIBE on the cluster, so that the doctor can read them",
         )
     if hidden:
-        yield unknown("rights", f"the broker does not say what is allowed on {', '.join(hidden)}")
+        yield unknown("rights", f"the broker does not report what is allowed on {', '.join(hidden)}")
     if sound:
-        yield ok("rights", "what could be seen is allowed")
+        yield ok("rights", "no missing right was found")
 
 
 def _age(seconds: float) -> str:

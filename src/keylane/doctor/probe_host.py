@@ -1,4 +1,4 @@
-"""Looks at this machine and at Spark."""
+"""Probe of this machine, and of Spark and its workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from keylane.spark.java import JavaError, describe_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE = 60.0
-"""Seconds until a job that nobody takes is given up."""
+JOB_TIMEOUT_SECONDS = 60.0
+"""How long a small job may take; without free cores it never runs."""
 
 
 def bounds() -> dict[str, str]:
-    """The packages that Keylane needs at run time, with the versions it asks for."""
+    """The packages that Keylane needs at run time, with the versions it requires."""
     try:
         required = metadata.requires("keylane") or []
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def bounds() -> dict[str, str]:
 
 
 def probe_host(needed: dict[str, str]) -> tuple[HostFacts, JavaFacts]:
-    """This machine."""
+    """Facts about this machine and its Java."""
     name, python, packages, clock = worker.describe(["keylane", *needed])
     try:
         java = describe_java()
@@ -46,8 +46,11 @@ def probe_host(needed: dict[str, str]) -> tuple[HostFacts, JavaFacts]:
     return HostFacts(name=name, python=python, packages=packages, clock=clock), found
 
 
-def probe_spark(master: str, packages: list[str], patience: float = PATIENCE) -> SparkFacts:
-    """Start Spark, run a job that every slot takes part in, and stop it again."""
+def probe_spark(master: str, packages: list[str], timeout: float = JOB_TIMEOUT_SECONDS) -> SparkFacts:
+    """Facts about Spark: starts it, runs a job on every slot, and stops it.
+
+    A Spark that does not start, or runs no job within ``timeout`` seconds, is in ``fault``.
+    """
     from keylane.spark.spark_session import session  # noqa: PLC0415 - takes half a second to import
 
     try:
@@ -55,26 +58,25 @@ def probe_spark(master: str, packages: list[str], patience: float = PATIENCE) ->
     except KeylaneError as error:
         return SparkFacts(master=master, fault=str(error))
     try:
-        return _ask(spark, master, packages, patience)
+        return _describe(spark, master, packages, timeout)
     finally:
         spark.stop()
 
 
-def _ask(spark: SparkSession, master: str, packages: list[str], patience: float) -> SparkFacts:
+def _describe(spark: SparkSession, master: str, packages: list[str], timeout: float) -> SparkFacts:
     from pyspark import cloudpickle  # noqa: PLC0415
 
     from keylane.spark.scaling_monitor import tasks_for  # noqa: PLC0415
 
-    deadline = time.monotonic() + patience
     context = spark.sparkContext
-    job = threading.Thread(target=lambda: _run(context, packages, answers, failures), daemon=True)
     answers: list[tuple[Any, ...]] = []
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
+    job = threading.Thread(target=_run, args=(context, packages, answers, failures), daemon=True)
     cloudpickle.register_pickle_by_value(worker)  # type: ignore[no-untyped-call]
     try:
         before = time.time()
         job.start()
-        job.join(max(0.0, deadline - time.monotonic()))
+        job.join(timeout)
         after = time.time()
     finally:
         cloudpickle.unregister_pickle_by_value(worker)  # type: ignore[no-untyped-call]
@@ -82,7 +84,7 @@ def _ask(spark: SparkSession, master: str, packages: list[str], patience: float)
         context.cancelAllJobs()
         return SparkFacts(
             master=master,
-            fault=f"no task ran within {patience:.0f} s: there are no executors with free cores",
+            fault=f"no task ran within {timeout:.0f} s: there are no executors with free cores",
         )
     if failures:
         from keylane.spark.failure_report import cause  # noqa: PLC0415
@@ -102,7 +104,7 @@ def _ask(spark: SparkSession, master: str, packages: list[str], patience: float)
     )
 
 
-def _run(context: Any, packages: list[str], answers: list[Any], failures: list[BaseException]) -> None:
+def _run(context: Any, packages: list[str], answers: list[Any], failures: list[Exception]) -> None:
     try:
         count = 2 * max(1, context.defaultParallelism)
         answers.extend(

@@ -1,4 +1,4 @@
-"""Looks at a Kafka cluster: topics, the app's group, its progress, its rights. Writes nothing."""
+"""Probe of a Kafka cluster: topics, the app's group, its progress and its rights. It writes nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from keylane.kafka.client import (
     TopicCollection,
     TopicPartition,
 )
-from keylane.kafka.cluster import Cluster as Questions
-from keylane.kafka.cluster import patiently
+from keylane.kafka.cluster import Cluster, patiently
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
 
@@ -30,19 +29,22 @@ if TYPE_CHECKING:
     from keylane.doctor.facts import AppFacts
     from keylane.kafka.settings import KafkaSettings
 
-TIMEOUT = 10.0
-_READ = 5.0
-_EVERYTHING = frozenset(
+_ANSWER_TIMEOUT_SECONDS = 10.0
+_READ_TIMEOUT_SECONDS = 5.0
+_UNRESTRICTED = frozenset(
     {"CREATE", "ALTER", "DESCRIBE", "CLUSTER_ACTION", "DESCRIBE_CONFIGS", "ALTER_CONFIGS"}
 )
-"""What a user may do on a cluster where nothing is restricted."""
+"""The operations that an unrestricted user has on the cluster."""
 
 
 def probe_cluster(settings: KafkaSettings, app: AppFacts | None) -> ClusterFacts:
-    """Everything about the cluster that matters to the app, or to anybody when there is none."""
+    """Facts about the cluster, and about the app's topics and group when an app is given.
+
+    A cluster that cannot be reached is in ``fault``; what the user may not read is None.
+    """
     began, now = time.monotonic(), time.time()
     try:
-        return _Probe(settings, app).look(began, now)
+        return _Probe(settings, app).facts(began, now)
     except BrokerError as error:
         return ClusterFacts(bootstrap=settings.bootstrap, fault=str(error), now=now)
 
@@ -52,18 +54,20 @@ class _Probe:
         self._settings = settings
         self._app = app
         self._admin = settings.admin()
-        self._questions = Questions(settings)
+        self._cluster = Cluster(settings)
 
-    def look(self, began: float, now: float) -> ClusterFacts:
+    def facts(self, began: float, now: float) -> ClusterFacts:
         app = self._app
-        there = self._questions.topics()
+        existing = self._cluster.topics()
         seconds = time.monotonic() - began
         wanted = [] if app is None else [app.source, app.sink, app.dlq, app.state, app.ledger_topic]
-        names = [name for name in wanted if name and name in there]
+        names = [name for name in wanted if name and name in existing]
         cluster = self._answer(self._admin.describe_cluster(include_authorized_operations=True))
         rights = _operations(cluster)
         rules, secured = self._rules(rights)
-        owners, malformed = self._state(app, there[app.state]) if app and app.state in there else ((), {})
+        owners, malformed = (
+            self._state(app, existing[app.state]) if app and app.state in existing else ((), {})
+        )
         return ClusterFacts(
             bootstrap=self._settings.bootstrap,
             id="" if cluster is None else str(cluster.cluster_id),
@@ -74,7 +78,7 @@ class _Probe:
             secured=secured,
             transactional=None if app is None else _transactional(rules, secured, app.name),
             group=None if app is None else self._group(app.name),
-            positions=self._positions(app.name, app.source) if app and app.source in there else (),
+            positions=self._positions(app.name, app.source) if app and app.source in existing else (),
             owners=owners,
             malformed=malformed,
             offsets_kept=None if cluster is None else self._offsets_kept(cluster.nodes),
@@ -82,15 +86,16 @@ class _Probe:
         )
 
     def _brokers(self) -> int:
-        return len(self._admin.list_topics(timeout=TIMEOUT).brokers)
+        return len(self._admin.list_topics(timeout=_ANSWER_TIMEOUT_SECONDS).brokers)
 
     def _topic(self, name: str) -> TopicFacts:
-        found = self._admin.list_topics(name, timeout=TIMEOUT).topics[name].partitions.values()
+        found = (
+            self._admin.list_topics(name, timeout=_ANSWER_TIMEOUT_SECONDS).topics[name].partitions.values()
+        )
         described = self._answer(
             self._admin.describe_topics(TopicCollection([name]), include_authorized_operations=True)[name]
         )
-        resource = ConfigResource(ResourceType.TOPIC, name)
-        settings = self._answer(self._admin.describe_configs([resource], request_timeout=TIMEOUT)[resource])
+        settings = self._configuration(ResourceType.TOPIC, name)
         return TopicFacts(
             partitions=len(found),
             replicas=min(len(one.replicas) for one in found),
@@ -101,12 +106,12 @@ class _Probe:
         )
 
     def _offsets_kept(self, nodes: Sequence[Any]) -> float | None:
-        """The shortest that any broker keeps an offset for."""
+        """The shortest time for which any broker keeps an offset."""
         found = []
         for node in nodes:
-            resource = ConfigResource(ResourceType.BROKER, str(node.id))
-            asked = self._admin.describe_configs([resource], request_timeout=TIMEOUT)[resource]
-            entry = (self._answer(asked) or {}).get("offsets.retention.minutes")
+            entry = (self._configuration(ResourceType.BROKER, str(node.id)) or {}).get(
+                "offsets.retention.minutes"
+            )
             if entry is not None:
                 found.append(float(entry.value) * 60)
         return min(found, default=None)
@@ -114,24 +119,24 @@ class _Probe:
     def _group(self, name: str) -> GroupFacts:
         def ask() -> Any:
             asked = self._admin.describe_consumer_groups([name], include_authorized_operations=True)
-            return asked[name].result(TIMEOUT)
+            return asked[name].result(_ANSWER_TIMEOUT_SECONDS)
 
         try:
-            found = patiently(ask)  # a fresh broker makes its coordinator when it is first asked for one
+            found = patiently(ask)  # a new broker creates its coordinator at the first request
         except KafkaException as error:
-            if error.args[0].code() == ClientError.GROUP_ID_NOT_FOUND:  # a group that nobody used so far
+            if error.args[0].code() == ClientError.GROUP_ID_NOT_FOUND:  # a group that was never used
                 return GroupFacts(state="absent")
             return GroupFacts(unread=f"{error.args[0].name()} {error.args[0].str()}".rstrip(" :"))
         except TimeoutError:
-            return GroupFacts(unread=f"no answer within {TIMEOUT:.0f} s")
+            return GroupFacts(unread=f"no answer within {_ANSWER_TIMEOUT_SECONDS:.0f} s")
         members = tuple(f"{one.client_id} at {one.host.lstrip('/')}" for one in found.members)
         return GroupFacts(state=str(found.state), members=members, rights=_operations(found))
 
     def _positions(self, group: str, topic: str) -> tuple[GroupPosition, ...]:
-        partitions = range(self._questions.partitions(topic))
-        begins = self._questions.ends(topic, partitions, earliest=True)
-        ends = self._questions.ends(topic, partitions)
-        committed = self._questions.committed(group, topic, partitions)
+        partitions = range(self._cluster.partitions(topic))
+        begins = self._cluster.ends(topic, partitions, earliest=True)
+        ends = self._cluster.ends(topic, partitions)
+        committed = self._cluster.committed(group, topic, partitions)
         asked: dict[int, list[int]] = {}
         for p in partitions:
             first = max(begins[p], committed[p][0] if p in committed else begins[p])
@@ -152,7 +157,7 @@ class _Probe:
         )
 
     def _times(self, topic: str, asked: dict[int, list[int]]) -> dict[tuple[int, int], float]:
-        """The timestamps of the first messages at or after these offsets; what does not come in time is left out."""
+        """Timestamps of the first messages at or after these offsets, without those that are not read in time."""
         found: dict[tuple[int, int], float] = {}
         consumer = self._settings.consumer(
             f"{topic}.doctor", **{"queued.min.messages": 1, "enable.partition.eof": True}
@@ -163,7 +168,7 @@ class _Probe:
                 if not waiting:
                     continue
                 consumer.assign([TopicPartition(topic, p, at) for p, at in waiting.items()])
-                deadline = time.monotonic() + _READ
+                deadline = time.monotonic() + _READ_TIMEOUT_SECONDS
                 while waiting and time.monotonic() < deadline:
                     message = consumer.poll(0.2)
                     if message is None or (p := message.partition()) not in waiting:
@@ -172,18 +177,18 @@ class _Probe:
                     if message.error() is None:
                         found[p, at] = message.timestamp()[1] / 1000
         except KafkaException as error:
-            raise BrokerError(f"topic {topic!r} could not be read: {error.args[0].str()}") from error
+            raise BrokerError(f"could not read topic {topic!r}: {error.args[0].str()}") from error
         finally:
             consumer.close()
         return found
 
     def _state(self, app: AppFacts, partitions: int) -> tuple[tuple[str, ...], dict[str, int]]:
-        """Who owns partitions, and the records of the state topic that could not be read, by kind."""
+        """The tasks that own partitions, and the number of malformed records in the state topic by kind."""
         try:
-            labels = Labels(self._questions.identity(app.source or "", app.dlq))
+            labels = Labels(self._cluster.identity(app.source or "", app.dlq))
             state = StateTopic(self._settings, app.name, app.state, range(partitions), run="", labels=labels)
         except BrokerError:
-            return (), {}  # the rights say why
+            return (), {}  # the findings about rights say why
         try:
             state.restore()
         except BrokerError:
@@ -194,11 +199,11 @@ class _Probe:
         return tuple(sorted(owners)), dict(state.malformed)
 
     def _rules(self, rights: frozenset[str] | None) -> tuple[list[Any] | None, bool | None]:
-        """All rules, and whether there is an authorizer at all; None where neither can be known.
+        """All rules, and whether the cluster has an authorizer; None for what cannot be known.
 
-        A broker without an authorizer has no rules, and allows everything on the cluster (``rights``).
+        A broker without an authorizer has no rules and allows everything on the cluster (``rights``).
         """
-        anything: Any = None  # a filter that asks for no name
+        anything: Any = None  # a filter without a name
         every = AclBindingFilter(
             ResourceType.ANY,
             anything,
@@ -209,7 +214,11 @@ class _Probe:
             AclPermissionType.ANY,
         )
         try:
-            rules = list(self._admin.describe_acls(every, request_timeout=TIMEOUT).result(TIMEOUT))
+            rules = list(
+                self._admin.describe_acls(every, request_timeout=_ANSWER_TIMEOUT_SECONDS).result(
+                    _ANSWER_TIMEOUT_SECONDS
+                )
+            )
         except KafkaException as error:
             disabled = error.args[0].code() == ClientError.SECURITY_DISABLED
             return None, False if disabled else None
@@ -217,13 +226,19 @@ class _Probe:
             return None, None
         if rules:
             return rules, True
-        return None, False if rights is not None and rights >= _EVERYTHING else None
+        return None, False if rights is not None and rights >= _UNRESTRICTED else None
+
+    def _configuration(self, kind: ResourceType, name: str) -> Any:
+        resource = ConfigResource(kind, name)
+        return self._answer(
+            self._admin.describe_configs([resource], request_timeout=_ANSWER_TIMEOUT_SECONDS)[resource]
+        )
 
     @staticmethod
     def _answer(future: Any) -> Any:
-        """None when the question is not allowed, or not understood."""
+        """The result; None when the broker refuses or does not support the request."""
         try:
-            return future.result(TIMEOUT)
+            return future.result(_ANSWER_TIMEOUT_SECONDS)
         except (KafkaException, TimeoutError):
             return None
 

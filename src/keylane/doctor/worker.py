@@ -1,4 +1,7 @@
-"""What a worker says of itself. Shipped to it by value: it must run where Keylane is not installed."""
+"""Self-description of a Spark worker.
+
+It travels to the worker by value, because Keylane may not be installed there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def describe(names: list[str]) -> tuple[str, str, dict[str, str], float]:
-    """The machine's name, its Python, the versions of these packages, and the time there."""
-    import platform  # noqa: PLC0415 - everything it needs travels with it
+    """The machine's name, its Python version, the versions of these packages, and its clock."""
+    import platform  # noqa: PLC0415 - module-level imports do not travel with it
     import socket  # noqa: PLC0415
     import time  # noqa: PLC0415
     from importlib import metadata  # noqa: PLC0415
@@ -30,7 +33,7 @@ def describe_each(names: list[str]) -> Any:
     def each(_rows: Iterable[Any]) -> Iterator[tuple[str, str, dict[str, str], float]]:
         import time  # noqa: PLC0415
 
-        time.sleep(0.3)  # so that no worker takes all of them
+        time.sleep(0.3)  # long enough for every worker to get a partition
         yield describe(names)
 
     return each

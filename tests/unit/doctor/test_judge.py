@@ -1,4 +1,4 @@
-"""Every fault that the doctor knows, planted; and what it says when there is none."""
+"""Doctor findings: every planted fault is found, and a sound setup has none."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SPARK = SparkFacts(master="spark://m:7077", slots=8, workers=(replace(DRIVER, na
 
 def bad(findings: Iterable[Finding]) -> list[Finding]:
     found = [one for one in findings if one.level in (Level.WARNING, Level.FAULT)]
-    assert all(one.remedy for one in found), "a finding without a remedy helps nobody"
+    assert all(one.remedy for one in found), "a fault or warning has no remedy"
     return found
 
 
@@ -80,7 +80,7 @@ def with_settings(name: str, **changes: str) -> ClusterFacts:
     return with_topic(name, settings={**settings, **{key.replace("_", "."): v for key, v in changes.items()}})
 
 
-def test_nothing_is_wrong_where_nothing_is_wrong() -> None:
+def test_sound_setup_has_only_ok_findings() -> None:
     java = JavaFacts(version="17.0.1", path="/usr/bin/java")
     findings = [
         *judge_host(DRIVER, java, {"pyspark": ">=4.2,<5", "blake3": ">=1.0"}),
@@ -122,7 +122,7 @@ def test_nothing_is_wrong_where_nothing_is_wrong() -> None:
         (replace(DRIVER, packages={}), JavaFacts(version="17"), "pyspark is not installed"),
     ],
 )
-def test_faults_of_this_machine(host: HostFacts, java: JavaFacts, said: str) -> None:
+def test_machine_fault_is_found(host: HostFacts, java: JavaFacts, said: str) -> None:
     (found,) = bad(judge_host(host, java, {"pyspark": ">=4.2,<5"}))
     assert found.level is Level.FAULT
     assert said in found.found
@@ -136,7 +136,7 @@ def test_faults_of_this_machine(host: HostFacts, java: JavaFacts, said: str) -> 
         (replace(SPARK, max_failures=1), Level.WARNING, "failed once"),
     ],
 )
-def test_faults_of_spark(spark: SparkFacts, level: Level, said: str) -> None:
+def test_spark_fault_is_found(spark: SparkFacts, level: Level, said: str) -> None:
     (found,) = bad(judge_spark(spark, DRIVER))
     assert found.level is level
     assert said in found.found
@@ -157,7 +157,7 @@ def test_faults_of_spark(spark: SparkFacts, level: Level, said: str) -> None:
         ({"clock": NOW - 60, "asked": (NOW, NOW + 2)}, Level.WARNING, "60 s behind"),
     ],
 )
-def test_faults_of_workers_are_told_once_for_each_machine(
+def test_worker_fault_is_reported_once_per_machine(
     worker: dict[str, object], level: Level, said: str
 ) -> None:
     host = replace(DRIVER, name="w1", **worker)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_faults_of_workers_are_told_once_for_each_machine(
         (replace(CLUSTER, seconds=7.0), "7.0 s"),
     ],
 )
-def test_faults_of_the_broker(cluster: ClusterFacts, said: str) -> None:
+def test_broker_fault_is_found(cluster: ClusterFacts, said: str) -> None:
     (found,) = bad(judge_cluster(cluster))
     assert said in found.found
 
@@ -197,11 +197,15 @@ def test_faults_of_the_broker(cluster: ClusterFacts, said: str) -> None:
         (with_settings("receipts", min_insync_replicas="1"), Level.WARNING, "min.insync.replicas=1"),
         (with_settings("receipts", min_insync_replicas="4"), Level.FAULT, "nothing can be written"),
         (with_settings("orders", cleanup_policy="compact,delete"), Level.WARNING, "'orders' is compacted"),
-        (with_settings("receipts", max_message_bytes="1000"), Level.WARNING, "takes messages of 1,000 bytes"),
+        (
+            with_settings("receipts", max_message_bytes="1000"),
+            Level.WARNING,
+            "accepts messages of 1,000 bytes",
+        ),
         (
             with_settings("shop.dlq", max_message_bytes="1000000"),
             Level.WARNING,
-            "'shop.dlq' takes messages of",
+            "'shop.dlq' accepts messages of",
         ),
         (with_settings("shop.dlq", retention_ms=str(DAY * 1000)), Level.WARNING, "24 hours only"),
         (with_settings("shop.dlq", cleanup_policy="compact"), Level.FAULT, "only the last is kept"),
@@ -209,13 +213,13 @@ def test_faults_of_the_broker(cluster: ClusterFacts, said: str) -> None:
         (with_settings("shop.state", cleanup_policy="delete"), Level.FAULT, "is deleted in time"),
     ],
 )
-def test_faults_of_topics(cluster: ClusterFacts, level: Level, said: str) -> None:
+def test_topic_fault_is_found(cluster: ClusterFacts, level: Level, said: str) -> None:
     (found,) = bad(judge_topics(APP, cluster))
     assert found.level is level
     assert said in found.found
 
 
-def test_settings_that_may_not_be_read_are_said_to_be_unknown() -> None:
+def test_unreadable_topic_settings_are_unknown() -> None:
     findings = [
         one for one in judge_topics(APP, with_topic("orders", settings=None)) if one.level is Level.UNKNOWN
     ]
@@ -230,7 +234,7 @@ def test_settings_that_may_not_be_read_are_said_to_be_unknown() -> None:
             Level.FAULT,
             "3 messages were deleted before they were done",
         ),
-        ({"committed": 20}, Level.FAULT, "the group is at 20 and the log ends at 10"),
+        ({"committed": 20}, Level.FAULT, "the committed offset is 20 and the log ends at 10"),
         (
             {"waiting_since": NOW - 20 * DAY},
             Level.WARNING,
@@ -240,34 +244,37 @@ def test_settings_that_may_not_be_read_are_said_to_be_unknown() -> None:
         ({"newest": NOW + 120}, Level.WARNING, "120 s in the future"),
     ],
 )
-def test_faults_of_progress(changes: dict[str, float], level: Level, said: str) -> None:
+def test_progress_fault_is_found(changes: dict[str, float], level: Level, said: str) -> None:
     position = replace(CLUSTER.positions[0], **changes)  # type: ignore[arg-type]
     (found,) = bad(judge_progress(APP, replace(CLUSTER, positions=(position,))))
     assert found.level is level
     assert said in found.found
 
 
-def test_a_group_that_somebody_else_uses_is_a_fault() -> None:
+def test_group_with_foreign_members_is_a_fault() -> None:
     group = GroupFacts(state="STABLE", members=("billing at 10.0.0.7",))
     (found,) = bad(judge_progress(APP, replace(CLUSTER, group=group)))
     assert "billing at 10.0.0.7" in found.found
 
 
 @pytest.mark.parametrize("state", ["absent", "ConsumerGroupState.DEAD"])
-def test_group_that_does_not_exist_yet_is_ok(state: str) -> None:
+def test_group_that_does_not_exist_is_ok(state: str) -> None:
     found = list(judge_progress(APP, replace(CLUSTER, group=GroupFacts(state=state))))
     assert "group 'shop' does not exist yet: the app's first commit creates it" in [
         one.found for one in found if one.level is Level.OK
     ]
 
 
-def test_group_that_gave_no_answer_needs_no_permission() -> None:
+def test_group_without_answer_needs_no_permission() -> None:
     found = list(judge_progress(APP, replace(CLUSTER, group=GroupFacts(unread="NOT_COORDINATOR"))))
     (said,) = (one for one in found if one.check == "group")
-    assert (said.level, said.remedy) == (Level.UNKNOWN, "ask again; the broker may just be starting")
+    assert (said.level, said.remedy) == (
+        Level.UNKNOWN,
+        "run the doctor again; the broker may still be starting",
+    )
 
 
-def test_malformed_records_of_the_state_topic_are_a_warning() -> None:
+def test_malformed_state_records_are_a_warning() -> None:
     (found,) = bad(judge_topics(APP, replace(CLUSTER, malformed={"lane": 2, "run": 1})))
     assert found.level is Level.WARNING
     assert "has 3 malformed records, ignored: lane 2, run 1" in found.found
@@ -296,13 +303,13 @@ def test_doctor_reports_a_running_owner_and_a_hidden_group() -> None:
         (replace(CLUSTER, transactional=False), "transactional ids that begin with 'shop.'"),
     ],
 )
-def test_faults_of_rights(cluster: ClusterFacts, said: str) -> None:
+def test_missing_right_is_a_fault(cluster: ClusterFacts, said: str) -> None:
     (found,) = bad(judge_rights(APP, cluster))
     assert found.level is Level.FAULT
     assert said in found.found
 
 
-def test_rights_that_cannot_be_seen_are_said_to_be_unknown() -> None:
+def test_hidden_rights_are_unknown() -> None:
     cluster = replace(with_topic("orders", rights=None), secured=None, transactional=None)
     found = [one.found for one in judge_rights(APP, cluster) if one.level is Level.UNKNOWN]
     assert any("transactional ids" in text for text in found)
@@ -310,9 +317,9 @@ def test_rights_that_cannot_be_seen_are_said_to_be_unknown() -> None:
     assert bad(judge_rights(APP, replace(CLUSTER, secured=False))) == []
 
 
-def test_slots_that_nobody_uses_are_said() -> None:
+def test_unused_slots_are_found() -> None:
     (found,) = bad(judge_slots(replace(APP, tasks=20), SPARK, CLUSTER))
-    assert "20 tasks are asked for, and Spark has 8 slots" in found.found
+    assert "asks for 20 tasks, and Spark has 8 slots" in found.found
     (only,) = judge_slots(replace(APP, order=GLOBAL), SPARK, CLUSTER)
     assert only.level is Level.NOTE
     assert "uses 1" in only.found
@@ -322,7 +329,7 @@ def test_slots_that_nobody_uses_are_said() -> None:
     ("version", "bound", "fit"),
     [("4.2", ">=4.2,<5", True), ("4.2.0rc1", ">=4.2", True), ("5.0.0", "<5", False), ("18", ">=18.1", False)],
 )
-def test_versions_are_compared_by_their_numbers(version: str, bound: str, fit: bool) -> None:
+def test_versions_are_compared_as_numbers(version: str, bound: str, fit: bool) -> None:
     assert fits(version, bound) is fit
 
 
@@ -352,23 +359,23 @@ def test_wrong_usage_names_the_remedy(arguments: list[str], said: str) -> None:
     ("minutes", "level", "said"),
     [
         (60, Level.FAULT, "an idle partition"),
-        (600, Level.WARNING, "forgets what is done"),
+        (600, Level.WARNING, "loses its progress"),
         (10_080, Level.OK, "are kept for 7 days"),
     ],
 )
-def test_short_retention_of_offsets_is_found(minutes: int, level: Level, said: str) -> None:
+def test_offset_retention_is_judged(minutes: int, level: Level, said: str) -> None:
     cluster = replace(CLUSTER, offsets_kept=60.0 * minutes)
     (found,) = [one for one in judge_progress(APP, cluster) if one.check == "offsets"]
     assert found.level is level
     assert said in found.found
 
 
-def test_retention_of_offsets_may_be_hidden() -> None:
+def test_hidden_offset_retention_has_no_finding() -> None:
     findings = judge_progress(APP, replace(CLUSTER, offsets_kept=None))
     assert all(one.check != "offsets" for one in findings)
 
 
-def test_dead_letters_of_other_clusters_are_a_warning(tmp_path: Path) -> None:
+def test_spooled_letters_of_other_clusters_are_a_warning(tmp_path: Path) -> None:
     own, other = (folder_of(tmp_path, "shop", cluster) for cluster in ("mine", "theirs"))
     (found,) = bad(judge_spool([other], own))
     assert str(other) in found.found
