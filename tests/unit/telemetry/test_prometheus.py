@@ -20,41 +20,17 @@ from keylane.kafka.partition_reader import PartitionReader
 from keylane.kafka.settings import KafkaSettings
 from keylane.outcome import Outcome
 from keylane.telemetry import prometheus as module
-from keylane.telemetry.exposition import Family, render
 from keylane.telemetry.lag import PartitionLag
 from keylane.telemetry.prometheus import Exporter
 from keylane.telemetry.reader import TelemetryLog
 from keylane.telemetry.snapshot import HotFigures, decode
+from support.metric_page import metric_values
 from support.snapshots import histogram, snapshot
 
 if TYPE_CHECKING:
     from keylane.telemetry.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[3]
-LINE = re.compile(r'(?P<name>[a-z_]+)\{(?P<labels>([a-z]+="(\\.|[^"\\])*",?)+)\} (?P<value>\S+)')
-
-
-def parse(text: str) -> dict[str, float]:
-    """By name and labels; fails for a line that is none, a metric without a type, or one that is there twice."""
-    found: dict[str, float] = {}
-    kind = name = ""
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            name = line.split()[2]
-            continue
-        if line.startswith("# TYPE "):
-            assert line.split()[2] == name
-            kind = line.split()[3]
-            continue
-        match = LINE.fullmatch(line)
-        assert match, line
-        ending = match["name"].removeprefix(name)
-        assert ending in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",)), line
-        place = line.rpartition(" ")[0]
-        assert place not in found
-        found[place] = float(match["value"])
-    assert text.endswith("\n")
-    return found
 
 
 def exporter() -> Exporter:
@@ -62,7 +38,7 @@ def exporter() -> Exporter:
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
     now = time.time()
     hot = (HotFigures(key="k", partition=0, share=0.4, waiting=77),)
-    made._take(
+    made._metrics.add_snapshots(
         [
             snapshot(began=now, at=now, breakers={"pay": "open"}, latency=histogram(0.004, 0.2), hot=hot),
             snapshot(
@@ -71,24 +47,25 @@ def exporter() -> Exporter:
         ],
         unreadable=1,
     )
-    made._offsets = {
-        0: PartitionLag(begin=2, end=20, committed=5),
-        1: PartitionLag(begin=3, end=9, committed=None),
-    }
-    made._up = True
+    made._metrics.set_offsets(
+        {
+            0: PartitionLag(begin=2, end=20, committed=5),
+            1: PartitionLag(begin=3, end=9, committed=None),
+        }
+    )
     return made
 
 
 def test_a_scrape_shows_what_the_tasks_told() -> None:
-    found = parse(exporter().text())
+    found = metric_values(exporter().text())
     assert found['keylane_messages_total{app="chat",outcome="ok"}'] == 7 + 5
     assert found['keylane_messages_total{app="chat",outcome="duplicate"}'] == 2
     assert found['keylane_retries_total{app="chat"}'] == 8
     assert found['keylane_lanes{app="chat",state="blocked"}'] == 2
     assert found['keylane_tasks{app="chat"}'] == 2
     assert found['keylane_breaker_state{app="chat",stage="pay"}'] == 3
-    assert found['keylane_partition_lag{app="chat",topic="chat.in",partition="0"}'] == 15
-    assert found['keylane_partition_lag{app="chat",topic="chat.in",partition="1"}'] == 6
+    assert found['keylane_partition_lag{app="chat",partition="0",topic="chat.in"}'] == 15
+    assert found['keylane_partition_lag{app="chat",partition="1",topic="chat.in"}'] == 6
     assert found['keylane_held_messages{app="chat",task="1"}'] == 7
     assert found['keylane_hottest_key_waiting{app="chat"}'] == 77
     assert found['keylane_latency_seconds_count{app="chat"}'] == 2
@@ -99,20 +76,25 @@ def test_a_scrape_shows_what_the_tasks_told() -> None:
 
 def test_an_app_that_never_spoke_has_zeros_and_its_lag() -> None:
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
-    found = parse(made.text())
+    found = metric_values(made.text())
     assert found['keylane_tasks{app="chat"}'] == found['keylane_broker_up{app="chat"}'] == 0
     assert found['keylane_messages_total{app="chat",outcome="ok"}'] == 0
 
 
-def test_labels_are_escaped_and_buckets_add_up() -> None:
-    gauge = Family("a", "gauge", "Text.")
-    gauge.add(1.5, ("x", 'a"b\\c\nd'))
-    assert render([gauge]) == '# HELP a Text.\n# TYPE a gauge\na{x="a\\"b\\\\c\\nd"} 1.5\n'
-    times = Family("t", "histogram", "Text.")
-    times.observe(Histogram([1] * (len(BOUNDS) + 1), 3.0), ("x", 1))
-    values = list(parse(render([times])).values())
-    assert values[:-2] == list(range(1, len(BOUNDS) + 2))
-    assert values[-2:] == [3.0, len(BOUNDS) + 1]
+def test_label_values_are_escaped() -> None:
+    made = exporter()
+    now = time.time()
+    made._metrics.add_snapshots([snapshot(began=now, at=now, breakers={'a"b\\c\nd': "open"})], unreadable=0)
+    assert 'keylane_breaker_state{app="chat",stage="a\\"b\\\\c\\nd"} 3.0' in made.text()
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
+    now = time.time()
+    latency = Histogram([1] * (len(BOUNDS) + 1), 3.0)
+    made._metrics.add_snapshots([snapshot(began=now, at=now, latency=latency)], unreadable=0)
+    values = [value for name, value in metric_values(made.text()).items() if "keylane_latency" in name]
+    assert values == [*range(1, len(BOUNDS) + 2), len(BOUNDS) + 1, 3.0]
 
 
 def test_it_is_served_over_http() -> None:
@@ -125,7 +107,7 @@ def test_it_is_served_over_http() -> None:
         with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/else", timeout=5)
         refused.value.close()
-        with pytest.raises(SettingsError, match=f"cannot be served at 127.0.0.1:{port}"):
+        with pytest.raises(SettingsError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
             exporter().serve(port, "127.0.0.1")
     finally:
         made.close()
@@ -185,22 +167,21 @@ def test_the_exporter_survives_any_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("keylane.telemetry.prometheus.TelemetryLog", Flaky)
     monkeypatch.setattr(Flaky, "failures", [TypeError("None"), RecursionError(), BrokerError("away")])
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
-    monkeypatch.setattr(made, "_measure", lambda _meter: None)
-    monkeypatch.setattr(made, "_meter", lambda: None)
+    monkeypatch.setattr(made, "_meter", lambda: SimpleNamespace(partitions=dict))
     monkeypatch.setattr(made._closing, "wait", lambda _seconds: time.sleep(0.01))
     made.start()
     deadline = time.monotonic() + 5
-    while not parse(made.text())['keylane_tasks{app="chat"}'] and time.monotonic() < deadline:
+    while not metric_values(made.text())['keylane_tasks{app="chat"}'] and time.monotonic() < deadline:
         time.sleep(0.01)
     made.close()
-    assert parse(made.text())['keylane_tasks{app="chat"}'] == 1
+    assert metric_values(made.text())['keylane_tasks{app="chat"}'] == 1
 
 
 def test_the_exporter_says_how_old_its_figures_are() -> None:
     made = exporter()
-    assert parse(made.text())['keylane_exporter_age_seconds{app="chat"}'] < 5
-    made._followed -= 100
-    assert parse(made.text())['keylane_exporter_age_seconds{app="chat"}'] > 99
+    assert metric_values(made.text())['keylane_exporter_age_seconds{app="chat"}'] < 5
+    made._metrics._updated_at -= 100
+    assert metric_values(made.text())['keylane_exporter_age_seconds{app="chat"}'] > 99
 
 
 def test_telemetry_of_another_app_or_from_the_future_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +211,7 @@ def test_telemetry_of_another_app_or_from_the_future_is_left_out(monkeypatch: py
 
 
 def served() -> set[str]:
-    return {place.partition("{")[0] for place in parse(exporter().text())}
+    return {place.partition("{")[0] for place in metric_values(exporter().text())}
 
 
 def named(expression: str) -> set[str]:
@@ -287,8 +268,8 @@ def test_outcome_is_counted_from_record_to_scrape(outcome: Outcome) -> None:
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
     now = time.time()
     record = snapshot(began=now, at=now, done=3, outcomes=Counter({outcome: 3})).encode()
-    made._take([decode(record)], unreadable=0)
-    found = {name: value for name, value in parse(made.text()).items() if "_messages_total" in name}
+    made._metrics.add_snapshots([decode(record)], unreadable=0)
+    found = {name: value for name, value in metric_values(made.text()).items() if "_messages_total" in name}
     assert found.pop(f'keylane_messages_total{{app="chat",outcome="{outcome.value}"}}') == 3
     assert set(found.values()) == {0}
     assert f"`{outcome.value}`" in (ROOT / "docs/telemetry.md").read_text()

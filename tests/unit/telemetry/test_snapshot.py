@@ -100,7 +100,7 @@ def test_a_field_of_another_type_is_malformed_or_harmless(name: str, value: Any)
     totals.take([one, one])
     totals.running(one.at + 1)
     made = Exporter(KafkaSettings("b:1"), "chat", "chat.in")
-    made._take([one], 0)
+    made._metrics.add_snapshots([one], 0)
     assert made.text()
 
 
