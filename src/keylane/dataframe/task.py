@@ -20,7 +20,7 @@ from keylane.engine.garbage import collect, own_collector
 from keylane.engine.shutdown import end_stages, end_threads
 from keylane.engine.stages import open_pipeline
 from keylane.errors import FailureGuardError, Poison
-from keylane.kafka.fetcher import MAX_BYTES
+from keylane.kafka.fetcher import BUFFERED_BYTES_MAX
 from keylane.policies.failure_policy import PARK
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from keylane.dataframe.rows import FramePlan, FrameRecord
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
-    from keylane.engine.engine import Then
+    from keylane.engine.output import Then
     from keylane.policies.failure_info import FailureInfo
     from keylane.spec import AppSpec
 
@@ -145,7 +145,7 @@ class FrameTask:
         batch: pa.RecordBatch | None = first
         while batch is not None:
             size = max(1, batch.nbytes // batch.num_rows)
-            room = max(2, min(capacity, MAX_BYTES // size))
+            room = max(2, min(capacity, BUFFERED_BYTES_MAX // size))
             step = max(1, min(_PART, room // 2))
             for at in range(0, batch.num_rows, step):
                 yield batch.slice(at, step), room

@@ -11,23 +11,24 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
-from keylane.engine.delivery import Delivery, Routed
-from keylane.engine.dispatch import Dispatcher, as_it_is
+from keylane.engine.clock import Clock
+from keylane.engine.counters import MessageCounters
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hot_keys import HotKeyDetector
-from keylane.engine.stages import decoder, encode
+from keylane.engine.lifecycle import Lifecycle
+from keylane.engine.output import SentAloneError
+from keylane.engine.pipeline import pipeline_of
 from keylane.engine.stopped_lanes import StoppedLanes
 from keylane.engine.version_store import VersionStore
 from keylane.engine.versions import VersionedTable, Versions
-from keylane.errors import AbortedError, BrokerError, FencedError, KeylaneError, Poison, SourceChangedError
+from keylane.errors import BrokerError, KeylaneError, Poison, SourceChangedError
 from keylane.lanes.eviction import LaneEvictor
 from keylane.lanes.lane_table import Lane, LaneState, LaneStatistics, LaneTable
 from keylane.lanes.ordering import GLOBAL
@@ -35,59 +36,25 @@ from keylane.logs import short
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections import Counter
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from keylane.engine.dispatch import Result
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.output import Output
+    from keylane.engine.pipeline import Pipeline
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
     from keylane.message import Record
     from keylane.offsets.watermark import PartitionProgress
-    from keylane.policies.failure_info import FailureInfo
     from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.engine")
-
-_OK = Outcome.OK
 
 TURNS = 256
 """Messages a runner may finish without giving the loop back: bounds how long acknowledgements and timers wait."""
 
 STUBBORN = 5.0
 """Seconds for which a stage that swallows its cancellation is cancelled again."""
-
-Then = Callable[[str | None], None]
-"""Told None when something is durable, or why it never will be; on the loop's thread, never from inside the call."""
-
-
-class SentAloneError(Exception):
-    """Raised by an output that sends a result alone: its lane waits for :meth:`Engine.answered`."""
-
-
-class Output(Protocol):
-    """Where results, letters and records go. All calls hand over and return at once, in order."""
-
-    def result(self, delivery: Delivery, value: bytes) -> None:
-        """Later ``delivery(None, …)`` is called when it is durable, or ``delivery(error, …)`` when it never will be.
-
-        Raises :class:`keylane.Poison` when the sink can never take this value, and :class:`SentAloneError` when nothing
-        of the lane may follow before the sink has answered.
-        """
-
-    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """The results of a message's handlers, together: as :meth:`result`, told when all of them are durable."""
-
-    def letter(
-        self,
-        delivery: Delivery,
-        letter: FailureInfo | None,
-        kind: Literal["dead", "archived", "parked"],
-        park: int | None,
-        then: Then,
-    ) -> None:
-        """The message as it came, to the dead letters, and why; ``park`` is where its lane was parked."""
-
-    def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
-        """A record for the state topic; None takes it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,36 +118,18 @@ class Engine:
         rng: Callable[[], float] = random.random,
     ) -> None:
         self.acknowledged: list[Delivery] = []  # written by the producer's reports, emptied by settle()
-        self.done = 0
-        self._not_ok: Counter[Outcome] = Counter()  # of those done, by outcome
-        self.passed = 0  # messages whose stages are through
+        self.counters = MessageCounters()
         self.refusals: list[
             tuple[Delivery, Any]
         ] = []  # results that were not written, and the client's errors
         self.promised = 0  # records handed over and not answered yet
         self.stubborn = False  # a stage runs on although it was cancelled
-        self.wall = wall
         self._app = app
-        self._all_steps = self._steps = tuple(steps)
-        self._output = output
+        self.pipeline: Pipeline = pipeline_of(app, steps, output)
         self._on_done = on_done
-        self._decode = decoder(app)
         # None where every key is a lane: the hot path.
         self._lane_key = None if app.order.by_key else app.order.lane_key
         self.spans_partitions = app.order.max_tasks == 1
-        self._delivery: type[Delivery] = Delivery
-        self._encode: Callable[[Any, str], Any] = encode
-        self._result: Callable[[Any, Any], None] | None = None
-        self._dispatcher: Dispatcher | None = None
-        if app.sink is not None or app.commit == "epoch":
-            self._result = output.handled if app.dispatches else output.result
-        if app.dispatches:
-            self._dispatcher = Dispatcher(app, steps[: len(app.stages)])
-            self._steps = (
-                self._dispatcher.step,
-                *steps[len(app.stages) :],
-            )  # behind it the sink, if it is a step
-            self._delivery, self._encode = Routed, as_it_is
         self._observer = app.observer
         self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
             lambda *_: None
@@ -214,22 +163,18 @@ class Engine:
         self._look_after = 0.0 if fetch is not None and app.versions is None else inf
         self.skew = HotKeyDetector(self.table, tell=lambda hot: self.failure_handler.hook("hot", hot))
         self.seen = Duplicates(app.idempotency, app.order)
-        self._accepted = 0
         self._loop = asyncio.get_running_loop()
-        self.now = self._loop.time
+        self.clock = Clock(self._loop, wall)
+        self.now, self.wall = self.clock.now, wall
+        self.life = Lifecycle(self._loop)
         self._runners: set[asyncio.Task[None]] = set()
         self._parked: deque[asyncio.Future[None]] = deque()  # runners with nothing to do
         self._standby = False  # a runner is scheduled and has not looked at the ready lanes yet
-        self._cancelling = False
-        self._over = False  # nothing more is started
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._changed = asyncio.Event()  # set when the engine may have come to rest
-        self._timers: set[asyncio.TimerHandle] = set()
-        self.failure: asyncio.Future[None] = self._loop.create_future()
         self.stopped_lanes = StoppedLanes(self, output)
-        self.failure_handler = FailureHandler(self, app, self._all_steps, rng=rng)
-        self._batchers = [step.batcher for step in self._all_steps if step.batcher is not None]
+        self.failure_handler = FailureHandler(self, app, self.pipeline.opened, rng=rng)
+        self._batchers = [step.batcher for step in self.pipeline.opened if step.batcher is not None]
         for batcher in self._batchers:
             batcher.attach(self.table, alone=app.order is GLOBAL)
 
@@ -256,7 +201,7 @@ class Engine:
 
     def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
-        now, make = self.now(), self._delivery
+        now, make = self.now(), self.pipeline.delivery
         deliveries = [make(record, self) for record in records]
         if self.failure_handler.attempts:
             for delivery in deliveries:
@@ -273,7 +218,7 @@ class Engine:
         if self.seen.active:
             self.seen.arrived(records, deliveries, keys)
         self.table.arrive_all(keys, deliveries, now)
-        self._accepted += len(records)
+        self.counters.accepted += len(records)
         if now >= self._look_after and self._looking is None and self._crowded:
             self._look()
         self._ensure_runner()
@@ -307,7 +252,7 @@ class Engine:
 
         try:
             async with asyncio.timeout(timeout):
-                await self._rest(rested)
+                await self.life.wait_until(rested)
         except TimeoutError:
             return False
         else:
@@ -321,7 +266,7 @@ class Engine:
         A stage that swallows its cancellation is cancelled again and again; when that does not help either,
         ``stubborn`` is true, and only the end of the process ends it.
         """
-        self._cancelling = self._over = True
+        self.life.end()
         deadline = self.now() + STUBBORN
         runners = set(self._runners)
         while runners and not self.stubborn:
@@ -332,22 +277,21 @@ class Engine:
         for single in (self._timer, self._looking):
             if single is not None:
                 single.cancel()
-        for timer in self._timers:
-            timer.cancel()
+        self.clock.close()
         if self.versions is not None:
             self.versions.close()
-        for step in self._all_steps:
+        for step in self.pipeline.opened:
             if step.gate is not None:
                 step.gate.close()
 
     async def finish(self) -> None:
         """Wait until everything accepted so far is done, or stands behind a lane that has stopped."""
-        await self._rest(lambda: self.resting)
+        await self.life.wait_until(lambda: self.resting)
 
     @property
     def resting(self) -> bool:
         """Nothing is left to do, but what stands in stopped lanes."""
-        if self.promised or self._timers or (self.versions is not None and not self.versions.resting):
+        if self.promised or not self.clock.idle or (self.versions is not None and not self.versions.resting):
             return False
         return self.held == 0 or (self.table.quiet and not self.table.unsettled)
 
@@ -359,29 +303,34 @@ class Engine:
     @property
     def held(self) -> int:
         """Messages accepted and not done."""
-        return self._accepted - self.done
+        return self.counters.pending
 
     @property
     def outcomes(self) -> Counter[Outcome]:
         """How the messages that are done ended."""
-        return Counter({_OK: self.done - self._not_ok.total(), **self._not_ok})
+        return self.counters.outcomes
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Done with an exception when the engine cannot go on."""
+        return self.life.failure
 
     def statistics(self) -> EngineStatistics:
         """How full it is."""
         return EngineStatistics(
             lanes=self.table.statistics(),
             held=self.held,
-            done=self.done,
+            done=self.counters.done,
             outcomes=self.outcomes,
             early=0 if self.versions is None else self.versions.holding,
-            retries=self.failure_handler.retries,
+            retries=self.counters.retries,
             runners=len(self._runners),
         )
 
     def refused(self, delivery: Delivery, error: Any) -> None:
         """The producer gave up on what this message caused: the message is not done, and the engine can not go on."""
         self.refusals.append((delivery, error))
-        if self._over:  # its loop may be closed
+        if self.life.ended:  # its loop may be closed
             return
         self.fail(
             BrokerError(
@@ -403,18 +352,14 @@ class Engine:
             self.failure_handler.ended(delivery, delivery.outcome)
             if delivery.failure_state is not None:
                 self.failure_handler.passed(delivery)
-            self.passed += 1
+            self.counters.passed += 1
             self.table.passed(lane)
             self.acknowledge(delivery)
-        self._changed.set()
+        self.life.changed()
 
     def fail(self, error: BaseException) -> None:
         """Stop with this error; the first one counts. What may be another task's by now is not started any more."""
-        self._cancelling = True  # from now on a runner that is cancelled is cancelled from outside
-        self._over = self._over or isinstance(error, FencedError | AbortedError)
-        if not self.failure.done():
-            self.failure.set_exception(error)
-        self._changed.set()
+        self.life.fail(error)
 
     def returned(self, ticket: int, records: Sequence[Record], missing: int) -> None:
         """Messages that were asked for again, in order, in one call or several; ``missing`` exist no more.
@@ -441,7 +386,7 @@ class Engine:
             size += len(delivery.value or b"")
         self._let_go(asked.partition, 0, -size)
         asked.missing += missing
-        self._accepted -= missing
+        self.counters.accepted -= missing
         if len(asked.back) + asked.missing < len(asked.offsets):
             return
         del self._asked[ticket]
@@ -452,25 +397,23 @@ class Engine:
             for offset in gone:
                 self.failure_handler.forget(asked.partition, offset)
         asked.then(asked.back, asked.missing)
-        self._changed.set()
+        self.life.changed()
         self._ensure_runner()
 
     # What its own parts call.
 
     def make(self, record: Record) -> Delivery:
         """A message of this engine."""
-        return self._delivery(record, self)
+        return self.pipeline.delivery(record, self)
 
     def step_of(self, delivery: Delivery) -> Step:
         """The stage or handler that the message is at."""
-        if self._dispatcher is not None and delivery.stage == 0:
-            return self._dispatcher.step_of(delivery)  # type: ignore[arg-type]  # it makes no others then
-        return self._steps[min(delivery.stage, len(self._steps) - 1)]
+        return self.pipeline.step_of(delivery)
 
     def resume(self, lane: Lane[Delivery]) -> None:
         """A lane that waited or was stopped goes on."""
         self.table.resume(lane)
-        self._changed.set()
+        self.life.changed()
         self._ensure_runner()
 
     def sleep(self, lane: Lane[Delivery], wait: float) -> None:
@@ -499,22 +442,16 @@ class Engine:
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Do something later, unless the engine has ended by then."""
-
-        def due() -> None:
-            self._timers.discard(timer)
-            what()
-
-        timer = self._loop.call_later(seconds, due)
-        self._timers.add(timer)
+        self.clock.after(seconds, what)
 
     def took_in(self, number: int) -> None:
         """Redriven messages were put into their lane."""
-        self._accepted += number
+        self.counters.accepted += number
         self._ensure_runner()
 
     def changed(self) -> None:
         """The engine may have come to rest."""
-        self._changed.set()
+        self.life.changed()
 
     def put_back(self, key: bytes, deliveries: Sequence[Delivery]) -> None:
         """Messages that were set aside come before everything in their lane that has not begun."""
@@ -522,7 +459,7 @@ class Engine:
         if lane.state is LaneState.STOPPED:
             self.resume(lane)
         else:
-            self._changed.set()
+            self.life.changed()
             self._ensure_runner()
 
     def ask_back(
@@ -570,14 +507,11 @@ class Engine:
 
     def at(self, when: float, what: Callable[[], None]) -> asyncio.TimerHandle:
         """Do something at this time of the loop; whoever asks must cancel it when the engine ends."""
-        return self._loop.call_at(when, what)
+        return self.clock.at(when, what)
 
     def decode(self, delivery: Delivery) -> None:
         """Decode its value, if that is still to be done."""
-        if not delivery.decoded:
-            if self._decode is not None and delivery.value is not None:
-                delivery.value = self._decode(delivery.value)
-            delivery.decoded = True
+        self.pipeline.decode_value(delivery)
 
     def kept(self) -> dict[int, dict[int, RetryState]]:
         """What to write down about messages that are not done, by partition and offset: attempts, and waits."""
@@ -593,7 +527,7 @@ class Engine:
     # Runners.
 
     def _ensure_runner(self) -> None:
-        if self._standby or self._over or not self.table.startable:
+        if self._standby or self.life.ended or not self.table.startable:
             return
         self._standby = True
         while self._parked:
@@ -612,8 +546,9 @@ class Engine:
 
     async def _run(self) -> None:
         # The hot path. Kept in one function, to save calls per message.
-        table, steps, wall, observer = self.table, self._steps, self.wall, self._observer
-        decode, result_of, encoded = self._decode, self._result, self._encode
+        table, steps, wall, observer = self.table, self.pipeline.steps, self.wall, self._observer
+        decode, hand_over, encoded = self.pipeline.decode, self.pipeline.hand_over, self.pipeline.encode
+        life, counters = self.life, self.counters
         records, held, twice = (
             self.stopped_lanes.records,
             self.stopped_lanes.held,
@@ -623,11 +558,11 @@ class Engine:
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
         self._standby = False
-        while not self._over:  # then it ends, also when its stage swallowed the cancellation
+        while not life.ended:  # then it ends, also when its stage swallowed the cancellation
             if lane is None and (lane := table.take()) is None:
                 parked: asyncio.Future[None] = self._loop.create_future()
                 self._parked.append(parked)
-                self._changed.set()
+                self.life.changed()
                 await parked
                 self._standby = False
                 turns = 0
@@ -664,12 +599,12 @@ class Engine:
                     if delivery.failure_state is not None and stage < last:
                         delivery.attempt = delivery.failure_state.attempt_at(steps[stage].name)
                 value = delivery.value
-                if result_of is None or value is None:
+                if hand_over is None or value is None:
                     if not self.acknowledged:
                         self._loop.call_soon(self.settle)
                     self.acknowledged.append(delivery)
                 else:
-                    result_of(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
+                    hand_over(delivery, value if type(value) is bytes else encoded(value, steps[-1].name))
             except SentAloneError:
                 self.promised += 1
                 lane = None
@@ -677,7 +612,7 @@ class Engine:
                 self.failure_handler.failed(lane, delivery, error)
                 lane = None
             except asyncio.CancelledError:
-                if self._cancelling:
+                if life.stopping:
                     raise
                 self.failure_handler.failed(
                     lane, delivery, RuntimeError("the stage was cancelled from inside")
@@ -688,7 +623,7 @@ class Engine:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.failure_state is not None:
                     self.failure_handler.passed(delivery)
-                self.passed += 1
+                counters.passed += 1
                 if turns < TURNS:
                     lane = table.turn(lane)
                     continue
@@ -744,10 +679,9 @@ class Engine:
             delivery.finished = now
         done = self.table.settle(deliveries)
         if done:
-            self.done += len(done)
-            for delivery in done:
-                if delivery.outcome is not _OK:
-                    self._count(delivery)
+            for delivery in self.counters.add_done(done):
+                if not delivery.redriven:  # the message of a dead letter may wait in its lane
+                    self.seen.done(delivery)
             if self.failure_handler.attempts:
                 self.failure_handler.done(done)
             if self.versions is not None:
@@ -759,19 +693,4 @@ class Engine:
                 self.fail(
                     error if isinstance(error, KeylaneError) else KeylaneError(f"internal error: {error!r}")
                 )
-        self._changed.set()
-
-    def _count(self, delivery: Delivery) -> None:
-        """A message is done that did not run to its end."""
-        if (
-            delivery.failure_state is None or delivery.failure_state.letter is None
-        ):  # a letter's message may wait in its lane
-            self.seen.done(delivery)
-        self._not_ok[delivery.outcome] += 1
-
-    async def _rest(self, rested: Callable[[], bool]) -> None:
-        while not rested():
-            if self.failure.done():
-                self.failure.result()
-            self._changed.clear()
-            await self._changed.wait()
+        self.life.changed()

@@ -50,7 +50,6 @@ class FailureHandler:
     def __init__(
         self, engine: Engine, app: AppSpec, steps: Sequence[Step], *, rng: Callable[[], float]
     ) -> None:
-        self.retries = 0
         self._engine = engine
         self._app = app
         self._policy = app.on_failure
@@ -164,7 +163,7 @@ class FailureHandler:
         error: BaseException,
         wait: float,
     ) -> None:
-        self.retries += 1
+        self._engine.counters.retries += 1
         self.hook("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
         if failure_state.letter is None:  # else its attempts are counted by its redrive
@@ -187,7 +186,7 @@ class FailureHandler:
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
         if self._flood is not None and not redriven:
             why = self._flood.failed(
-                delivery.key if delivery.key is not None else delivery.offset, engine.passed
+                delivery.key if delivery.key is not None else delivery.offset, engine.counters.passed
             )
             if why is not None:
                 ended(delivery, "held")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import Engine, Output, Then
+    from keylane.engine.engine import Engine
+    from keylane.engine.output import Output, Then
     from keylane.lanes.lane_table import Lane
     from keylane.policies.failure_info import FailureInfo
 

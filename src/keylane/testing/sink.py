@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
-    from keylane.engine.engine import Then
+    from keylane.engine.output import Then
     from keylane.message import Headers
     from keylane.policies.failure_info import FailureInfo
     from keylane.spec import AppSpec

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import Then
+    from keylane.engine.output import Then
     from keylane.policies.failure_info import FailureInfo
 
 NEVER_AGAIN = Retry(attempts=1)

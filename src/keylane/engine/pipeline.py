@@ -1,0 +1,65 @@
+"""Pipeline of one engine: what every message passes, from the bytes of its value to the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keylane.engine.delivery import Delivery, Routed
+from keylane.engine.dispatch import Dispatcher, as_it_is
+from keylane.engine.stages import decoder, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from keylane.engine.output import Output
+    from keylane.engine.stages import Step
+    from keylane.spec import AppSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The steps of one engine, and what is before and behind them."""
+
+    delivery: type[Delivery]
+    """What the engine makes of a record."""
+    decode: Callable[[bytes], Any] | None
+    steps: tuple[Step, ...]
+    """What each message passes; with handlers the dispatcher is the first, in place of them."""
+    opened: tuple[Step, ...]
+    """All stages and handlers, and the sink if it is a step."""
+    encode: Callable[[Any, str], Any]
+    hand_over: Callable[[Any, Any], None] | None
+    """Hands a message's result to the output. None: results are dropped."""
+    dispatcher: Dispatcher | None
+
+    def step_of(self, delivery: Delivery) -> Step:
+        """The stage or handler that the message is at."""
+        if self.dispatcher is not None and delivery.stage == 0:
+            return self.dispatcher.step_of(delivery)  # type: ignore[arg-type]  # it makes no others then
+        return self.steps[min(delivery.stage, len(self.steps) - 1)]
+
+    def decode_value(self, delivery: Delivery) -> None:
+        """Decode the message's value, unless that has happened."""
+        if not delivery.decoded:
+            if self.decode is not None and delivery.value is not None:
+                delivery.value = self.decode(delivery.value)
+            delivery.decoded = True
+
+
+def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output) -> Pipeline:
+    """The pipeline of an app with these opened steps."""
+    handlers = Dispatcher(app, steps[: len(app.stages)]) if app.dispatches else None
+    hand_over: Callable[[Any, Any], None] | None = None
+    if app.sink is not None or app.commit == "epoch":
+        hand_over = output.result if handlers is None else output.handled
+    return Pipeline(
+        delivery=Delivery if handlers is None else Routed,
+        decode=decoder(app),
+        # Behind the dispatcher there is only the sink, if it is a step.
+        steps=tuple(steps) if handlers is None else (handlers.step, *steps[len(app.stages) :]),
+        opened=tuple(steps),
+        encode=encode if handlers is None else as_it_is,
+        hand_over=hand_over,
+        dispatcher=handlers,
+    )
