@@ -1,4 +1,4 @@
-"""What a ledger proves: planted flaws are found, each with its timeline, and nothing is said of a clean one."""
+"""Audit of ledgers: planted flaws are found with their timelines, and a clean ledger has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import Ledger, SettingsError
-from keylane.audit.audit import WHY, audit, read_ledger
+from keylane.audit.audit import REPEAT_REASONS, audit, read_ledger
 from keylane.cli.verify import _audit, _facts
 from keylane.testing import Flaw
 from support.ledgers import PLANTED, Ledgers
@@ -43,7 +43,7 @@ def _tuned(spark: SparkSession, settings: dict[str, str]) -> Iterator[SparkSessi
 
 @pytest.fixture
 def few(spark: SparkSession) -> Iterator[SparkSession]:
-    """For little data: compiling a query would take longer than running it."""
+    """Spark settings for little data: compiling a query would take longer than running it."""
     quick = {
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.codegen.wholeStage": "false",
@@ -54,7 +54,7 @@ def few(spark: SparkSession) -> Iterator[SparkSession]:
 
 @pytest.fixture
 def many(spark: SparkSession) -> Iterator[SparkSession]:
-    """As the command has it."""
+    """Spark settings of ``keylane verify``."""
     yield from _tuned(spark, {"spark.sql.shuffle.partitions": "16"})
 
 
@@ -72,12 +72,12 @@ def clean_and_planted(ledgers: Ledgers) -> None:
     found = judge(ledgers, *FLAWS)
     assert not found.ok
     assert found.tally == {Flaw.OVERLAP: 1, Flaw.ORDER: 2, Flaw.LOST: 1, Flaw.REPEAT: 1}
-    assert found.repeats == {WHY["other task"]: 1}
+    assert found.repeats == {REPEAT_REASONS["other task"]: 1}
     assert found.affinity == pytest.approx(1 - 3 / ledgers.keys), (
-        "of those three keys a message ran elsewhere"
+        "each of three keys had a message that another owner ran"
     )
     shown = {(v.flaw, v.key): v for v in found.violations}
-    at = PLANTED * ledgers.keys // 8  # of the planted keys' first: their offsets are a few more
+    at = PLANTED * ledgers.keys // 8  # the first planted offset; keys are a few offsets apart
     for flaw, number, place in (
         (Flaw.OVERLAP, 20, PLANTED),
         (Flaw.ORDER, 30, PLANTED + 1),
@@ -97,13 +97,13 @@ def clean_and_planted(ledgers: Ledgers) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_planted_flaws_are_found_and_nothing_is_said_of_a_clean_ledger(few: SparkSession) -> None:
+def test_planted_flaws_are_found_and_a_clean_ledger_has_none(few: SparkSession) -> None:
     clean_and_planted(Ledgers(few, 8_000, 160))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_planted_flaws_are_found_among_a_million(many: SparkSession) -> None:
+def test_planted_flaws_are_found_among_a_million_messages(many: SparkSession) -> None:
     clean_and_planted(Ledgers(many, 1_000_000, 20_000))
 
 
@@ -124,16 +124,16 @@ def test_ten_million_attempts_are_judged_in_minutes(many: SparkSession, tmp_path
 
 
 @pytest.mark.slow
-def test_a_ledger_that_is_none_is_told(few: SparkSession) -> None:
+def test_empty_and_malformed_ledgers_are_refused(few: SparkSession) -> None:
     ledgers = Ledgers(few, 800, 8)
     with pytest.raises(SettingsError, match="the ledger is empty"):
         audit(few, ledgers.planted().where("false"))
     broken = ledgers.planted().selectExpr("* EXCEPT (started)", "cast(NULL AS bigint) AS started")
-    with pytest.raises(SettingsError, match="records of the ledger cannot be read"):
+    with pytest.raises(SettingsError, match="records of the ledger are malformed"):
         audit(few, broken)
 
 
-def test_a_ledger_record_that_is_none_is_counted(few: SparkSession) -> None:
+def test_malformed_ledger_records_are_counted(few: SparkSession) -> None:
     ledgers = Ledgers(few, 800, 8)
     bad = [
         b"", b"{", b"[" * 100_000, b"null", b"\xff", b'{"p": 0}',
@@ -156,7 +156,7 @@ def dumped(**changed: Any) -> bytes:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_an_app_writes_a_ledger_that_proves_what_it_did(
+def test_app_writes_a_ledger_that_proves_its_work(
     delivery: str, few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     runner = Runner(log, name, tmp_path, sink=f"{name}.out", delivery=delivery, ledger=Ledger())
@@ -187,7 +187,7 @@ def test_an_app_writes_a_ledger_that_proves_what_it_did(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_share_of_the_keys_is_recorded_whole(
+def test_share_of_keys_is_recorded_completely(
     few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     runner = Runner(log, name, tmp_path, ledger=Ledger(share=0.3))
@@ -204,10 +204,9 @@ def test_a_share_of_the_keys_is_recorded_whole(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_an_operators_hand_is_no_flaw(
+def test_moved_group_is_counted_as_repeats(
     few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
-    """A group that was moved back makes messages run again: told as repeats, with their reason."""
     runner = Runner(log, name, tmp_path, ledger=Ledger())
     log.create(runner.source, partitions=1)
     sent = log.send(runner.source, [{"key": b"k%d" % (i % 5), "value": b"%d" % i} for i in range(50)])
@@ -223,13 +222,22 @@ def test_an_operators_hand_is_no_flaw(
 
 
 def record(source: str, sent: Sent, **more: Any) -> dict[str, Any]:
-    """A record of a ledger that somebody else wrote."""
-    told = {"t": source, "p": sent.partition, "o": sent.offset, "a": 1, "w": "x", "l": "x", "r": "ok", **more}
-    return {"key": sent.key, "value": json.dumps(told)}
+    """A ledger record that Keylane did not write."""
+    value = {
+        "t": source,
+        "p": sent.partition,
+        "o": sent.offset,
+        "a": 1,
+        "w": "x",
+        "l": "x",
+        "r": "ok",
+        **more,
+    }
+    return {"key": sent.key, "value": json.dumps(value)}
 
 
 @pytest.mark.timeout(120)
-def test_flaws_are_found_in_the_ledger_of_an_app_and_nothing_else_is_said(
+def test_only_planted_flaws_are_found_in_an_apps_ledger(
     few: SparkSession, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     runner = Runner(log, name, tmp_path, ledger=Ledger())
@@ -237,7 +245,7 @@ def test_flaws_are_found_in_the_ledger_of_an_app_and_nothing_else_is_said(
     sent = log.send(runner.source, [{"key": b"k%d" % (i % 20), "value": b"%d" % i} for i in range(400)])
     runner.run()
     judge(sent)
-    # Somebody who never ended, and a task that went on twice with the same message.
+    # An attempt that never ended, and a task that finished the same message twice.
     overlapped = min((other for other in sent if other.key == b"k7"), key=lambda other: other.offset)
     doubled = next(other for other in sent if other.key == b"k8")
     early = {"s": 1, "e": 2_000_000_000_000_000}
@@ -251,13 +259,13 @@ def test_flaws_are_found_in_the_ledger_of_an_app_and_nothing_else_is_said(
         (Flaw.OVERLAP, overlapped.key),
         (Flaw.REPEAT, doubled.key),
     }
-    assert found.repeats == {WHY["other task"]: 1}
+    assert found.repeats == {REPEAT_REASONS["other task"]: 1}
     assert (found.messages, found.checked, found.gone, found.unfinished) == (400, 400, 0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_the_command_tells_and_exits_by_what_it_found(
+def test_verify_command_prints_and_exits_by_its_findings(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     runner = Runner(log, name, tmp_path, ledger=Ledger())
@@ -273,15 +281,15 @@ def test_the_command_tells_and_exits_by_what_it_found(
             command, env=environment, capture_output=True, text=True, timeout=90, check=False
         )
 
-    told = verify(name, "--json")
-    assert told.returncode == 0, told.stderr
-    facts = json.loads(told.stdout)
+    done = verify(name, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
     assert (facts["sound"], facts["messages"], facts["checked_for_loss"]) == (True, 50, 50)
     log.send(f"{name}.ledger", [record(runner.source, sent[0], s=1, e=2_000_000_000_000_000)])
-    told = verify(name)
-    assert told.returncode == 1, told.stderr
-    assert "NOT SOUND" in told.stdout
-    assert "overlap in the lane of key" in told.stdout
+    done = verify(name)
+    assert done.returncode == 1, done.stderr
+    assert "NOT SOUND" in done.stdout
+    assert "overlap in the lane of key" in done.stdout
     missing = verify("nobody")
     assert missing.returncode == 2
     assert "the ledger of app 'nobody', topic 'nobody.ledger' does not exist" in missing.stderr

@@ -1,1 +1,1 @@
-"""The audit: proves from an app's ledger what the app promises."""
+"""Audit of a ledger: it proves that an app kept its promises, or shows where it did not."""

@@ -1,7 +1,7 @@
-"""The audit: Spark SQL over a ledger, which proves of a stretch of history what the app promises, or shows where not.
+"""Audit of a ledger with Spark SQL: it proves that an app kept its promises, or shows counterexamples.
 
-One shuffle, by the key, serves every question about lanes; nothing is collected but counterexamples. The rules are
-those of :mod:`keylane.testing.checker`, which judges the same in memory.
+The rules are those of ``keylane.testing.check``, which checks histories in memory. Only counts and counterexamples
+are collected on the driver.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import StorageLevel
 from pyspark.sql import functions as f
 
+from keylane.audit import queries
 from keylane.audit.violation import EventKind, Flaw, HistoryEvent, Violation
 from keylane.errors import SettingsError
 from keylane.ledger import FINAL, SLOT_SQL, Ledger
@@ -22,102 +23,24 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-DDL = "t STRING, p INT, o BIGINT, a INT, w STRING, l STRING, s BIGINT, e BIGINT, r STRING, d INT, m DOUBLE"
-"""A record's value, as JSON."""
-_KEPT = 3
+_SHOWN_PER_FLAW = 3
 """Counterexamples shown of each kind."""
-_COUNTED = 1_000
-_BROADCAST = 100_000
-"""Rows that go to every task instead of a shuffle of the ledger."""
-_BUCKET = 10_000
-_NEVER = (1 << 63) - 1
-_READABLE = """
-coalesce(partition >= 0 AND offset >= 0 AND attempt >= 0 AND started BETWEEN 0 AND 253402300800000000
-    AND ended BETWEEN 0 AND 253402300800000000 AND share > 0 AND share <= 1
-    AND life IS NOT NULL AND owner IS NOT NULL AND outcome IS NOT NULL, false)
-"""
-"""Of a record that is one: whoever can write into the topic can write anything. Times are before the year 10,000."""
-
-_TIMES = """
-SELECT key, partition, offset, attempt, owner, life, started, ended, redriven,
-       max(ended) OVER (PARTITION BY key ORDER BY started, ended, offset
-                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS busy_until,
-       lag(struct(partition, offset, attempt, life, started, redriven))
-           OVER (PARTITION BY key ORDER BY started, ended, offset) AS last
-FROM {ledger} WHERE key IS NOT NULL AND attempt > 0
-"""
-_OVERLAPS = """
-started < busy_until - :skew AND NOT (last.partition = partition AND last.offset = offset
-    AND last.attempt = attempt AND last.life = life AND last.started = started)
-"""
-"""A record that came twice is no overlap."""
-_BACK = """
-coalesce(last.life = life AND last.partition = partition AND offset < last.offset
-    AND NOT redriven AND NOT last.redriven, false)
-"""
-_MESSAGES = """
-SELECT key, partition, offset,
-       min(CASE WHEN attempt > 0 AND NOT redriven THEN started END) AS started,
-       min(CASE WHEN final THEN ended END) AS finished,
-       count_if(final) AS finals,
-       max(attempt) AS most_attempts,
-       min(owner) AS owner_a, max(owner) AS owner_b
-FROM {ledger} GROUP BY key, partition, offset
-"""
-_SUSPECTS = """
-SELECT DISTINCT key, partition FROM (
-    SELECT key, partition, started, max(coalesce(finished, 9223372036854775807)) OVER (
-               PARTITION BY key, partition ORDER BY offset ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS busy
-    FROM {messages} WHERE key IS NOT NULL
-) WHERE started < busy - :skew
-"""
-"""Lanes out of order: the cheap half of the question, asked of all."""
-_ORDER = """
-SELECT * FROM (
-    SELECT key, partition, offset, started,
-           max(coalesce(finished, 9223372036854775807)) OVER lane AS waits_until,
-           max_by(offset, coalesce(finished, 9223372036854775807)) OVER lane AS waits_for
-    FROM {messages} WHERE key IS NOT NULL
-    WINDOW lane AS (PARTITION BY key, partition ORDER BY offset ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
-) WHERE started < waits_until - :skew
-"""
-_WHOLE = """
-SELECT sum(n) AS messages, sum(unfinished) AS unfinished, sum(retried) AS retried,
-       count_if(key IS NOT NULL) AS keys, count_if(key IS NOT NULL AND a = b) AS one_owner
-FROM (SELECT key, count(*) AS n, count_if(finished IS NULL) AS unfinished, count_if(most_attempts > 1) AS retried,
-             min(owner_a) AS a, max(owner_b) AS b
-      FROM {messages} GROUP BY key)
-"""
-_AROUND = """
-SELECT * FROM (
-    SELECT v.id, l.*, row_number() OVER (
-               PARTITION BY v.id ORDER BY l.partition <> v.partition, abs(l.offset - v.offset), l.started) AS place
-    FROM (SELECT DISTINCT * FROM {ledger} WHERE attempt > 0) l JOIN {found} v
-        ON l.key = v.key OR (v.key IS NULL AND l.partition = v.partition AND l.offset = v.offset)
-) WHERE place <= 12
-"""
-_AGAIN = """
-SELECT key, partition, offset, ended, CASE
-           WHEN redriven THEN 'redriven'
-           WHEN life = lag(life) OVER again THEN 'same task'
-           WHEN owner = lag(owner) OVER again THEN 'began again'
-           ELSE 'other task' END AS why,
-       lag(ended) OVER again AS before
-FROM (SELECT DISTINCT l.* FROM {ledger} l JOIN {several} m
-          ON l.partition = m.partition AND l.offset = m.offset AND l.key <=> m.key
-      WHERE l.final)
-WINDOW again AS (PARTITION BY partition, offset, key ORDER BY ended, started)
-"""
-WHY = {
+_COLLECTED_ROWS = 1_000
+"""Violations that are collected to count them; when there are more, a query counts them."""
+_BROADCAST_ROWS = 100_000
+"""A frame of at most this size goes to every task, instead of a shuffle of the ledger."""
+_BUCKET_OFFSETS = 10_000
+"""Offsets that are compared by one hash."""
+REPEAT_REASONS = {
     "redriven": "redriven from the dead letters",
-    "began again": "the same task began again: a transaction was not taken, or an epoch not committed",
-    "other task": "another task went on from the last commit",
+    "began again": "the same task began again: a transaction was aborted, or an epoch was not committed",
+    "other task": "another task continued from the last commit",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a ledger shows."""
+    """The result of an audit."""
 
     attempts: int
     messages: int
@@ -126,33 +49,33 @@ class Audit:
     retried: int
     """Messages with an attempt after the first."""
     unfinished: int
-    """Begun, and not finished by the end of the ledger."""
+    """Messages that were started and not finished by the end of the ledger."""
     checked: int
-    """Messages of the source that had to be finished; 0 when the source was not looked at."""
+    """Messages of the source that had to be finished; 0 when no source was given."""
     gone: int
-    """Finished, and no longer in the source: its retention is over."""
+    """Finished messages that retention has removed from the source."""
     repeats: Mapping[str, int]
-    """Times that a message finished again, by the reason."""
+    """How often messages finished again, by reason."""
     affinity: float
-    """The share of the keys that had exactly one owner."""
+    """The share of keys that had exactly one owner."""
     share: float
-    """Of the keys that are recorded."""
+    """The share of keys that the ledger records."""
     tally: Mapping[Flaw, int]
-    """How many violations of each kind there are in all."""
+    """The number of violations of each kind."""
     violations: tuple[Violation, ...] = field(default=())
     """The first of each kind, with their timelines."""
     unreadable: int = 0
-    """Records of the ledger's topic that are none, and were left out."""
+    """Malformed records of the ledger topic, which were left out."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True when no violation was found."""
         return not self.tally
 
 
 def read_ledger(topic: DataFrame) -> DataFrame:
-    """The attempts in a ledger's topic, as ``keylane.topic`` has it."""
-    return topic.select("key", f.from_json(f.col("value").cast("string"), DDL).alias("v")).selectExpr(
+    """The attempts in a ledger topic that was read with ``keylane.topic``."""
+    return topic.select("key", f.from_json(f.col("value").cast("string"), queries.DDL).alias("v")).selectExpr(
         "key", "v.p AS partition", "v.o AS offset", "v.a AS attempt", "v.w AS owner", "v.l AS life",
         "v.s AS started", "v.e AS ended", "v.r AS outcome", "coalesce(v.d, 0) = 1 AS redriven",
         "coalesce(v.m, 1.0D) AS share", "v.t AS topic",
@@ -166,34 +89,34 @@ def audit(
     source: DataFrame | None = None,
     until: Mapping[int, int] | None = None,
     committed: DataFrame | None = None,
-    stretch: bool = False,
+    entire_source: bool = False,
     skew: float = 0.0,
 ) -> Audit:
-    """Judge a ledger.
+    """Check a ledger against the app's promises.
 
-    ``ledger`` has every attempt there is a record of, ``committed`` those of committed transactions (the same, if not
-    given). ``source`` are the messages (``key``, ``partition``, ``offset``), which have to be finished below the
-    offsets ``until``; without them losses are not looked for. ``stretch``: the source has what came since some time,
-    and all of it has to be there; else it is looked at from where the ledger begins. ``skew`` are seconds by which
-    clocks of owners may differ.
-    Records that cannot be read are counted and left out; what they would have proved is missing then.
-    Raises :class:`SettingsError` when the ledger has no record that can be read.
+    * ``ledger``: all recorded attempts; ``committed``: those of committed transactions, by default the same.
+    * ``source``: the messages (``key``, ``partition``, ``offset``) that must be finished below the offsets ``until``.
+      Without it, losses are not checked.
+    * ``entire_source``: check all of ``source``; otherwise only what follows the first offset in the ledger.
+    * ``skew``: seconds by which the clocks of owners may differ.
+
+    Malformed records are counted and left out. Raises :class:`SettingsError` when no record is readable.
     """
-    work = _Work(spark, ledger, skew)
+    run = _AuditRun(spark, ledger, skew)
     try:
-        return work.judge(source, until or {}, committed, stretch=stretch)
+        return run.judge(source, until or {}, committed, entire_source=entire_source)
     finally:
-        work.close()
+        run.close()
 
 
-class _Work:
-    """One audit: its views, and what it has found."""
+class _AuditRun:
+    """One audit: its persisted frames and its findings."""
 
     def __init__(self, spark: SparkSession, ledger: DataFrame, skew: float) -> None:
         self._spark = spark
         self._skew = round(skew * 1e6)
         count = int(spark.conf.get("spark.sql.shuffle.partitions") or 8)
-        # By key, once: every window and group below begins with it. On disk: a ledger may be larger than memory.
+        # One shuffle by key serves all windows and groups. On disk, because a ledger may be larger than memory.
         self._ledger = _judged(ledger).repartition(min(count, 64), "key").persist(StorageLevel.DISK_ONLY)
         self._tally: dict[Flaw, int] = {}
         self._found: list[tuple[Flaw, Any, str]] = []
@@ -209,7 +132,7 @@ class _Work:
         until: Mapping[int, int],
         committed: DataFrame | None,
         *,
-        stretch: bool,
+        entire_source: bool,
     ) -> Audit:
         facts = self._ledger.selectExpr(
             "count(*) AS n", "count_if(readable) AS good", "count_if(readable AND attempt > 0) AS attempts",
@@ -220,26 +143,26 @@ class _Work:
             raise SettingsError("the ledger is empty: run the app with App(…, ledger=Ledger())")
         if not facts.good:
             raise SettingsError(
-                f"all {facts.n} records of the ledger cannot be read: is it a ledger's topic?"
+                f"all {facts.n} records of the ledger are malformed: check that the topic is a ledger topic"
             )
         self._ledger = self._ledger.where("readable")
         if facts.share != facts.most:
-            self._only_share(facts.share)
-        messages = self._spark.sql(_MESSAGES, ledger=self._ledger).persist(StorageLevel.DISK_ONLY)
+            self._limit_to_share(facts.share)
+        messages = self._spark.sql(queries.MESSAGES, ledger=self._ledger).persist(StorageLevel.DISK_ONLY)
         self._persisted.append(messages)
-        self._look_at_times()
-        self._look_at_order(messages)
-        repeats = self._look_at_repeats(messages)
-        whole = self._spark.sql(_WHOLE, messages=messages).first()
+        self._check_overlaps()
+        self._check_order(messages)
+        repeats = self._check_repeats(messages)
+        whole = self._spark.sql(queries.TOTALS, messages=messages).first()
         assert whole is not None  # noqa: S101 - an aggregate has a row
         checked, gone = 0, 0
         if source is not None:
             finished = messages
             if committed is not None:
-                finished = self._spark.sql(_MESSAGES, ledger=_judged(committed).where("readable"))
-            begins = dict.fromkeys(until, 0) if stretch else _begins(messages)
-            checked, gone = self._look_for_losses(source, begins, until, finished, facts.share)
-            if stretch:  # what came before it, and was finished in it
+                finished = self._spark.sql(queries.MESSAGES, ledger=_judged(committed).where("readable"))
+            begins = dict.fromkeys(until, 0) if entire_source else _begins(messages)
+            checked, gone = self._check_losses(source, begins, until, finished, facts.share)
+            if entire_source:  # these are older messages that finished in the given period
                 gone = 0
         return Audit(
             attempts=facts.attempts,
@@ -258,34 +181,37 @@ class _Work:
             unreadable=facts.n - facts.good,
         )
 
-    def _only_share(self, share: float) -> None:
-        """The share was changed: only what was recorded all the time proves anything."""
+    def _limit_to_share(self, share: float) -> None:
+        """Keep only the keys that were recorded all the time, after the ledger's share was changed."""
         below = Ledger(share=share).below
         self._ledger = self._ledger.where(f"{SLOT_SQL} < {below}")
 
-    def _look_at_times(self) -> None:
-        """Attempts of a key that were open at the same time, and tasks that went back."""
-        times = self._spark.sql(_TIMES, ledger=self._ledger)
-        overlaps = _OVERLAPS.replace(":skew", str(self._skew))
-        found = times.selectExpr("*", f"{overlaps} AS overlaps", f"{_BACK} AS back").where("overlaps OR back")
+    def _check_overlaps(self) -> None:
+        """Find attempts of a lane that ran at the same time, and tasks that went back to an earlier message."""
+        times = self._spark.sql(queries.ATTEMPTS, ledger=self._ledger)
+        overlaps = queries.OVERLAPS.replace(":skew", str(self._skew))
+        found = times.selectExpr("*", f"{overlaps} AS overlaps", f"{queries.WENT_BACK} AS back").where(
+            "overlaps OR back"
+        )
 
-        def tell(row: Any) -> str:
+        def describe(row: Any) -> str:
             if row.overlaps:
                 early = (row.busy_until - row.started) / 1e6
                 return f"attempt {row.attempt} started {early:.6f} s before another one of its lane had ended"
-            return f"its task went back: it had started offset {row.last.offset} before"
+            return f"its task went back: it had already started offset {row.last.offset}"
 
-        self._add(found.selectExpr("*", f"if(overlaps, '{Flaw.OVERLAP}', '{Flaw.ORDER}') AS flaw"), tell)
+        self._add(found.selectExpr("*", f"if(overlaps, '{Flaw.OVERLAP}', '{Flaw.ORDER}') AS flaw"), describe)
 
-    def _look_at_order(self, messages: DataFrame) -> None:
-        """Messages that started before an earlier one of their lane was finished."""
+    def _check_order(self, messages: DataFrame) -> None:
+        """Find messages that started before an earlier one of their lane was finished."""
         skew = str(self._skew)
-        suspects = self._spark.sql(_SUSPECTS.replace(":skew", skew), messages=messages)
-        lanes = self._small(suspects)
+        suspects = self._spark.sql(queries.SUSPECT_LANES.replace(":skew", skew), messages=messages)
+        lanes = self._materialized(suspects)
         if lanes is None:
             return
         bad = self._spark.sql(
-            _ORDER.replace(":skew", skew), messages=messages.join(lanes, ["key", "partition"], "left_semi")
+            queries.OVERTAKEN.replace(":skew", skew),
+            messages=messages.join(lanes, ["key", "partition"], "left_semi"),
         )
         self._add(
             bad.withColumn("flaw", f.lit(Flaw.ORDER.value)),
@@ -293,34 +219,36 @@ class _Work:
                 f"it started while offset {row.waits_for} was not finished"
                 + (
                     ""
-                    if row.waits_until == _NEVER
+                    if row.waits_until == queries.UNFINISHED
                     else f", {(row.waits_until - row.started) / 1e6:.6f} s too early"
                 )
             ),
         )
 
-    def _look_at_repeats(self, messages: DataFrame) -> dict[str, int]:
-        """Messages that finished more than once, and why that may be; in the same life of a task it may not."""
-        several = self._small(messages.where("finals > 1").select("key", "partition", "offset"))
+    def _check_repeats(self, messages: DataFrame) -> dict[str, int]:
+        """Count messages that finished more than once, by reason. Within one life of a task that is a violation."""
+        several = self._materialized(messages.where("finals > 1").select("key", "partition", "offset"))
         if several is None:
             return {}
-        again = self._spark.sql(_AGAIN, ledger=self._ledger, several=several).where("before IS NOT NULL")
+        again = self._spark.sql(queries.REPEATS, ledger=self._ledger, several=several).where(
+            "before IS NOT NULL"
+        )
         counted = {row.why: row["count"] for row in again.groupBy("why").count().collect()}
         if counted.pop("same task", 0):
             twice = again.where("why = 'same task'").withColumn("flaw", f.lit(Flaw.REPEAT.value))
             self._add(twice, lambda _row: "the same task finished it twice")
-        return {WHY[why]: count for why, count in counted.items()}
+        return {REPEAT_REASONS[why]: count for why, count in counted.items()}
 
-    def _small(self, frame: DataFrame) -> DataFrame | None:
-        """What is expected to be little, worked out once; None when it is nothing."""
-        kept = frame.persist(StorageLevel.DISK_ONLY)
-        self._persisted.append(kept)
-        count = kept.count()
+    def _materialized(self, frame: DataFrame) -> DataFrame | None:
+        """A frame that is expected to be small, computed once; None when it is empty."""
+        persisted = frame.persist(StorageLevel.DISK_ONLY)
+        self._persisted.append(persisted)
+        count = persisted.count()
         if not count:
             return None
-        return f.broadcast(kept) if count <= _BROADCAST else kept
+        return f.broadcast(persisted) if count <= _BROADCAST_ROWS else persisted
 
-    def _look_for_losses(
+    def _check_losses(
         self,
         source: DataFrame,
         begins: Mapping[int, int],
@@ -328,9 +256,9 @@ class _Work:
         finished: DataFrame,
         share: float,
     ) -> tuple[int, int]:
-        """Messages of the source that are not finished.
+        """Find messages of the source that are not finished; returns how many were checked, and how many are gone.
 
-        Compared by counts and a hash for every ten thousand offsets; only where these differ message by message.
+        Counts and hashes of offset buckets are compared first, and messages only in buckets that differ.
         """
         places = [
             f"(partition = {p} AND offset >= {begins[p]} AND offset < {end})"
@@ -345,7 +273,7 @@ class _Work:
         wanted = source.select("key", "partition", "offset").where(within)
         there = finished.where("finished IS NOT NULL").select("key", "partition", "offset").where(within)
         marks = [
-            "partition", f"offset div {_BUCKET} AS bucket", "xxhash64(key, partition, offset) AS mark",
+            "partition", f"offset div {_BUCKET_OFFSETS} AS bucket", "xxhash64(key, partition, offset) AS mark",
         ]  # fmt: skip
 
         def summed(frame: DataFrame, name: str) -> DataFrame:
@@ -367,32 +295,32 @@ class _Work:
         if not differ:
             return checked, 0
         buckets = self._spark.createDataFrame(differ, "partition INT, bucket BIGINT")
-        near = f.broadcast(buckets)
+        differing = f.broadcast(buckets)
 
         def only(frame: DataFrame) -> DataFrame:
-            return frame.selectExpr("*", f"offset div {_BUCKET} AS bucket").join(
-                near, ["partition", "bucket"]
+            return frame.selectExpr("*", f"offset div {_BUCKET_OFFSETS} AS bucket").join(
+                differing, ["partition", "bucket"]
             )
 
         on = ["partition", "offset"]
         missing = only(wanted).join(only(there).select(*on), on, "anti")
         missing = missing.withColumn("flaw", f.lit(Flaw.LOST.value))
-        self._add(missing, lambda _row: "it is committed as done, and was never finished")
+        self._add(missing, lambda _row: "it was committed as done and never finished")
         gone = only(there).join(only(wanted).select(*on), on, "anti").count()
         return checked, gone
 
-    def _add(self, bad: DataFrame, tell: Callable[[Any], str]) -> None:
-        """Count them by ``flaw``, and keep the first of each kind. So many are counted here, more by another query."""
+    def _add(self, bad: DataFrame, describe: Callable[[Any], str]) -> None:
+        """Count violations by their column ``flaw``, and keep the first of each kind."""
         order = ["started", "partition", "offset"] if "started" in bad.columns else ["partition", "offset"]
-        rows = bad.orderBy(*order).limit(_COUNTED).collect()
+        rows = bad.orderBy(*order).limit(_COLLECTED_ROWS).collect()
         counts = Counter(row.flaw for row in rows)
-        if len(rows) == _COUNTED:
+        if len(rows) == _COLLECTED_ROWS:
             counts = Counter({row.flaw: row["count"] for row in bad.groupBy("flaw").count().collect()})
         kept: Counter[str] = Counter()
         for row in rows:
             kept[row.flaw] += 1
-            if kept[row.flaw] <= _KEPT:
-                self._found.append((Flaw(row.flaw), row, tell(row)))
+            if kept[row.flaw] <= _SHOWN_PER_FLAW:
+                self._found.append((Flaw(row.flaw), row, describe(row)))
         for flaw, count in counts.items():
             self._tally[Flaw(flaw)] = self._tally.get(Flaw(flaw), 0) + count
 
@@ -404,17 +332,17 @@ class _Work:
             (number, row.key, row.partition, row.offset) for number, (_, row, _) in enumerate(self._found)
         ]
         found = self._spark.createDataFrame(places, "id INT, key BINARY, partition INT, offset BIGINT")
-        near: dict[int, list[Any]] = {}
-        for row in self._spark.sql(_AROUND, ledger=self._ledger, found=f.broadcast(found)).collect():
-            near.setdefault(row.id, []).append(row)
+        around: dict[int, list[Any]] = {}
+        for row in self._spark.sql(queries.TIMELINE, ledger=self._ledger, found=f.broadcast(found)).collect():
+            around.setdefault(row.id, []).append(row)
         return tuple(
-            _violation(flaw, row, detail, near.get(number, []))
+            _violation(flaw, row, detail, around.get(number, []))
             for number, (flaw, row, detail) in enumerate(self._found)
         )
 
 
-def _violation(flaw: Flaw, row: Any, detail: str, near: Iterable[Any]) -> Violation:
-    events = _events(near)
+def _violation(flaw: Flaw, row: Any, detail: str, around: Iterable[Any]) -> Violation:
+    events = _events(around)
     own = [
         e
         for e in events
@@ -435,11 +363,11 @@ def _violation(flaw: Flaw, row: Any, detail: str, near: Iterable[Any]) -> Violat
 
 def _judged(ledger: DataFrame) -> DataFrame:
     final = ledger.withColumn("final", f.col("outcome").isin(*FINAL))
-    return final.withColumn("readable", f.expr(_READABLE))
+    return final.withColumn("readable", f.expr(queries.READABLE))
 
 
 def _begins(messages: DataFrame) -> dict[int, int]:
-    """Where the ledger begins, in every partition of the source."""
+    """The first offset in the ledger, by partition of the source."""
     found = messages.groupBy("partition").agg(f.min("offset").alias("least")).collect()
     return {row.partition: row.least for row in found}
 

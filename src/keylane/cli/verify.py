@@ -106,7 +106,7 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
         committed=ledger(),
         source=topic(source, "key BINARY, partition INT, offset BIGINT") if count else None,
         until=until,
-        stretch=began is not None,
+        entire_source=began is not None,
         skew=skew,
     )
 
