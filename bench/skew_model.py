@@ -172,7 +172,7 @@ class _World:
             let_go=self._let_go,
             fetch=self._read_again,
             room=lambda: self.fetcher.room,
-            used=lambda: self.fetcher.held,
+            used=lambda: self.fetcher.buffered,
         )
         self._evictor: LaneEvictor[Any] = LaneEvictor()
         self._look_after, self._looking = 0.0, False
@@ -204,11 +204,11 @@ class _World:
     # The fetcher.
 
     def _fetch(self) -> None:
-        self.client.now, before = self.now, self.fetcher.shares[0].next
-        if self.fetcher._room():  # noqa: SLF001 - its thread, without one
+        self.client.now, before = self.now, self.fetcher.flows[0].position
+        if self.fetcher._may_fetch():  # noqa: SLF001 - its thread, without one
             self.fetcher._fetch()  # noqa: SLF001
-        took = (self.fetcher.shares[0].next - before) * READ
-        if self.fetcher.shares[0].next < len(self.log):
+        took = (self.fetcher.flows[0].position - before) * READ
+        if self.fetcher.flows[0].position < len(self.log):
             self._at(self.now + (took or _POLL), self._fetch)
 
     def _accept(self, batch: FetchedBatch) -> None:
@@ -240,17 +240,17 @@ class _World:
         self.table.passed(lane)
         self.table.settle([item])
         self.ended[item.offset] = self.now
-        self.fetcher.shares[0].done += 1
+        self.fetcher.flows[0].done += 1
         self._count(-1)
 
     # What is read again.
 
     def _let_go(self, _item: object) -> None:
-        self.fetcher.shares[0].done += 1
+        self.fetcher.flows[0].done += 1
         self._count(-1)
 
     def _read_again(self, lane: Lane[Any], _partition: int, offsets: Sequence[int]) -> None:
-        self.fetcher.shares[0].done -= len(offsets)
+        self.fetcher.flows[0].done -= len(offsets)
         self._coming += len(offsets)
         self._count(0)
         self.again += len(offsets)

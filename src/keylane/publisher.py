@@ -98,7 +98,7 @@ class Publisher:
         **options: Any,
     ) -> None:
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415 - Kafka's client is needed only from here on
-        from keylane.kafka.rejection import RECORD_OVERHEAD  # noqa: PLC0415
+        from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES  # noqa: PLC0415
         from keylane.kafka.settings import settings_from_options  # noqa: PLC0415
 
         for name, function in (("key", key), ("event_id", event_id), ("encode", encode)):
@@ -117,7 +117,7 @@ class Publisher:
         cluster.partitions(topic)
         batch_limit = cluster.rules([topic])[topic].limit
         # Unless it may not ask about the topic it writes to: then the broker decides.
-        limit = batch_limit - RECORD_OVERHEAD if batch_limit else 1 << 31
+        limit = batch_limit - RECORD_OVERHEAD_BYTES if batch_limit else 1 << 31
         self._form = Form(
             topic=topic,
             key=key,

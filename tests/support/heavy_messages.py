@@ -33,7 +33,7 @@ def main(bootstrap: str, name: str, most: str) -> None:
 
     limits = (("max.partition.fetch.bytes", "15000"), ("queued.max.messages.kbytes", "8192"))
     settings = KafkaSettings(bootstrap, limits)
-    fetcher.MAX_BYTES = int(most)
+    fetcher.BUFFERED_BYTES_MAX = int(most)
     cluster = Cluster(settings)
     cluster.prepare(app.spec)
     plan = TaskPlan(

@@ -178,7 +178,7 @@ class DeadLetterWriter:
             if error is None or (is_rejection(error) and not self._clients.alone):
                 return  # a rejection is of the whole batch, and the next time every letter is one
             if error.code() > 0 or error.code() in _NOT_TAKEN:
-                self._rejections.name_letter(position, f"topic {entry.topic!r}: {error.str()}")
+                self._rejections.set_letter_reason(position, f"topic {entry.topic!r}: {error.str()}")
 
         writer.put(
             entry.topic,

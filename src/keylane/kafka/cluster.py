@@ -21,7 +21,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 )
 
 from keylane.errors import BrokerError
-from keylane.kafka.rejection import ANYTHING, TopicRules
+from keylane.kafka.rejection import NO_RULES, TopicRules
 from keylane.kafka.settings import outage
 from keylane.offsets.identity import AppIdentity, TopicIdentity
 from keylane.offsets.metadata import judge
@@ -148,15 +148,16 @@ def _rules(described: Future[Any]) -> TopicRules:
     try:
         found = described.result()
     except KafkaException:
-        return ANYTHING
-    stamps = (
-        found["message.timestamp.type"].value == "LogAppendTime"
-    )  # then the record's own time is not looked at
-    before, after = (
-        float(found[name].value) if name in found and not stamps else inf
+        return NO_RULES
+    # The sink overwrites the timestamp then, and does not check it.
+    overwrites = found["message.timestamp.type"].value == "LogAppendTime"
+    max_age_ms, max_ahead_ms = (
+        float(found[name].value) if name in found and not overwrites else inf
         for name in ("message.timestamp.before.max.ms", "message.timestamp.after.max.ms")
     )
-    return TopicRules(limit=int(found["max.message.bytes"].value), before=before, after=after)
+    return TopicRules(
+        limit=int(found["max.message.bytes"].value), max_age_ms=max_age_ms, max_ahead_ms=max_ahead_ms
+    )
 
 
 class Cluster:

@@ -1,4 +1,4 @@
-"""Reading partitions of a topic: one loop step and one table of errors for all readers."""
+"""Reader of topic partitions, with the table of client errors that all readers share."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class ErrorKind(Enum):
     """What an error of the client means to a reader."""
 
     END = "end"
-    """No error: the partition was read to its end. A ``read_committed`` reader's end is the last stable offset."""
+    """Not an error: the end of the partition. For a ``read_committed`` reader that is the last stable offset."""
     OUT_OF_RANGE = "out_of_range"
     """The next offset is not in the log. Only clients with ``auto.offset.reset=error`` report it."""
     MISSING = "missing"
-    """No answer yet: the topic or partition is not known. A broker that has just come back may say so too."""
+    """No answer yet: the broker does not know the topic or partition. A broker that has just restarted says so too."""
     LASTING = "lasting"
-    """Ends the read at once: it does not pass by itself."""
+    """Ends the read at once: it needs a change of permissions or settings."""
     PASSING = "passing"
-    """The client retries by itself: a leader that moves, a connection that broke, and all codes not listed."""
+    """The client retries by itself: a moved leader, a lost connection, and all codes not in the table."""
 
 
 _KINDS = {
@@ -53,15 +53,16 @@ _KINDS = {
 
 
 def classify(error: Any) -> ErrorKind:
-    """The kind of an error that the client reports while it reads. A fatal one is lasting, whatever its code."""
+    """The kind of an error that the client reports while it reads. A fatal error is lasting, whatever its code."""
     return ErrorKind.LASTING if error.fatal() else _KINDS.get(error.code(), ErrorKind.PASSING)
 
 
 class ReadErrors:
-    """Decides about each error of one topic's reader: raise, or wait. Used by one thread.
+    """Decides for each error of one topic's reader whether to raise or to wait. Used by one thread.
 
-    Lasting errors raise :class:`BrokerError` at once, missing topics after ``missing_seconds``. Others are logged, at
-    most every ten seconds; ``last`` keeps the text of the latest. With ``raises=False`` all are only logged.
+    Lasting errors raise :class:`BrokerError` at once, missing partitions after ``missing_seconds``. Others are logged,
+    at most one in ten seconds; ``last`` is the text of the latest. With ``raises=False`` all are only logged.
+    ``what`` follows the topic's name in the message of the exception.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class ReadErrors:
     ) -> None:
         self.last = ""
         self.missing: dict[int, tuple[float, Any]] = {}
-        """By partition: since when the client reports it as missing, and how."""
+        """By partition: the time of the first report that it is missing, and the error."""
         self._topic = topic
         self._missing_seconds = missing_seconds
         self._what = what
         self._raises = raises
         self._warned = -_WARN_EVERY_SECONDS
 
-    def take(self, partition: int, error: Any) -> None:
-        """Decide about a missing, lasting or passing error."""
+    def handle(self, partition: int, error: Any) -> None:
+        """Raise or log a missing, lasting or passing error."""
         kind, now = classify(error), time.monotonic()
         self.last = error.str()
         if kind is ErrorKind.MISSING:
@@ -98,14 +99,14 @@ class ReadErrors:
             log.warning("reading continues after an error topic=%s: %s", self._topic, error.str())
 
     def check_missing(self, seconds: float) -> None:
-        """Raise BrokerError when a partition has been missing for so long."""
+        """Raise BrokerError if a partition has been missing for this time."""
         now = time.monotonic()
         for since, error in self.missing.values():
             if now - since >= seconds:
                 raise self._unreadable(error)
 
     def answered(self, partitions: Iterable[int | None]) -> None:
-        """Something came of these partitions: they are not missing."""
+        """The client returned something for these partitions, so they are not missing."""
         for partition in partitions:
             if partition is not None:
                 self.missing.pop(partition, None)
@@ -115,9 +116,9 @@ class ReadErrors:
 
 
 class PartitionReader:
-    """Reads partitions of one topic through a consumer that its owner makes and closes. Used by one thread.
+    """Reads partitions of one topic through a consumer that the caller creates and closes. Used by one thread.
 
-    Tells nothing about where a read ends: each caller has its own range. ``errors`` decides about errors.
+    It does not know where a read ends; that is up to the caller. The arguments are those of :class:`ReadErrors`.
     """
 
     def __init__(
@@ -135,46 +136,45 @@ class PartitionReader:
         self._progressed = time.monotonic()
 
     def assign(self, starts: Mapping[int, int]) -> None:
-        """Read these partitions from these offsets, and no others."""
-        self._consumer.assign([TopicPartition(self._topic, p, at) for p, at in starts.items()])
+        """Read only these partitions, from these offsets."""
+        self._consumer.assign([TopicPartition(self._topic, p, offset) for p, offset in starts.items()])
         self.progressed()
 
-    def read(self, timeout: float, most: int = 1000) -> list[Any]:
-        """Messages, and reports of an end or an offset out of range, in the client's order; empty after the time-out.
+    def read(self, timeout: float, max_messages: int = 1000) -> list[Any]:
+        """Messages and reports of an end or an offset out of range, in the client's order; empty after the timeout.
 
         Raises :class:`BrokerError` for an error that ends the read.
         """
         first = self._consumer.poll(timeout)
         if first is None:
             return []
-        # Blocking for the first only: consume(n, timeout) would wait out its time-out for the rest.
-        found = [first, *self._consumer.consume(most - 1, 0)]
-        # Almost always there are only messages.
-        if any([message.error() for message in found]):  # noqa: C419 - faster
+        # poll() blocks for the first message only. consume(n, timeout) would wait the whole timeout for n messages.
+        found = [first, *self._consumer.consume(max_messages - 1, 0)]
+        if any([message.error() for message in found]):  # noqa: C419 - a list is faster
             found = [message for message in found if message.error() is None or self._is_report(message)]
         if self.errors.missing:
             self.errors.answered([message.partition() for message in found])
         return found
 
     def progressed(self) -> None:
-        """Something came that brings the read closer to its end."""
+        """The read came closer to its end."""
         self._progressed = time.monotonic()
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last progress."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._progressed
 
-    def check_silence(self, seconds: float, missed: str, why: str = "") -> None:
-        """Raise BrokerError when there was no progress for so long. ``missed``: what was not read."""
+    def check_silence(self, seconds: float, unread: str, reason: str = "") -> None:
+        """Raise BrokerError if there was no progress for this time. ``unread`` says what was not read."""
         if self.silent_seconds > seconds:
             raise BrokerError(
-                f"{missed}: nothing came for {seconds:g} s ({why or self.errors.last or 'no answer'})"
+                f"{unread}: nothing came for {seconds:g} s ({reason or self.errors.last or 'no answer'})"
             )
 
     def _is_report(self, message: Any) -> bool:
         error = message.error()
         if classify(error) in {ErrorKind.END, ErrorKind.OUT_OF_RANGE}:
             return True
-        self.errors.take(message.partition(), error)
+        self.errors.handle(message.partition(), error)
         return False

@@ -1,4 +1,4 @@
-"""Rejected records: what a topic never takes, whatever happens to others."""
+"""Rejected records: records that a topic never accepts, and what a task remembers about them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.message import Headers
 
-RECORD_OVERHEAD = 128
-"""Bytes a record takes in its batch besides key, value and headers, rounded up."""
+RECORD_OVERHEAD_BYTES = 128
+"""Bytes of a record in its batch besides key, value and headers, rounded up."""
+SEND_ALONE_SECONDS = 10.0
+"""For this time after a rejection every result is sent alone."""
 
-_BATCH_HEAD = 61
-CAREFUL_SECONDS = 10.0
-"""For so long after a rejection every result is sent alone."""
-
-_OF_RECORDS = frozenset(
+_BATCH_HEADER_BYTES = 61
+_RECORD_ERRORS = frozenset(
     (
         ClientError.MSG_SIZE_TOO_LARGE,
         ClientError.RECORD_LIST_TOO_LARGE,
@@ -39,56 +38,56 @@ _OF_RECORDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicRules:
-    """What a topic takes, by its settings. A rule that could not be read excludes nothing."""
+    """Which records a topic accepts, by its settings. A rule that could not be read accepts everything."""
 
     limit: int = 0
-    """``max.message.bytes``: of a record, and of a batch; 0 when it is not known."""
-    before: float = inf
-    """``message.timestamp.before.max.ms``: how much older than now a record may be."""
-    after: float = inf
-    """``message.timestamp.after.max.ms``: how much newer."""
+    """``max.message.bytes``, which applies to a record and to a batch; 0 if unknown."""
+    max_age_ms: float = inf
+    """``message.timestamp.before.max.ms``: how far a record's timestamp may be in the past."""
+    max_ahead_ms: float = inf
+    """``message.timestamp.after.max.ms``: how far it may be in the future."""
 
     @property
     def record_limit(self) -> int:
-        """Bytes of the largest record that the client is to send, uncompressed; 0 when it is not known."""
-        return max(1, self.limit - _BATCH_HEAD) if self.limit else 0
+        """Bytes of the largest record that the client may send, uncompressed; 0 if unknown."""
+        return max(1, self.limit - _BATCH_HEADER_BYTES) if self.limit else 0
 
 
-ANYTHING = TopicRules()
+NO_RULES = TopicRules()
 
 
 def smallest_limit(*rules: TopicRules) -> int:
-    """The smallest limit of those that are known, or 0."""
-    return min((one.limit for one in rules if one.limit), default=0)
+    """The smallest of the known limits, or 0."""
+    return min((each.limit for each in rules if each.limit), default=0)
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Headers | None) -> int:
-    """Bytes that a record takes in a batch of its own, uncompressed, at most: what ``max.message.bytes`` is about."""
-    size = RECORD_OVERHEAD + len(key or b"") + len(value or b"")
+    """Upper bound of a record's size in a batch of its own, uncompressed; compare it with ``max.message.bytes``."""
+    size = RECORD_OVERHEAD_BYTES + len(key or b"") + len(value or b"")
     for name, content in headers or ():
         size += len(name) + len(content or b"") + 8
     return size
 
 
 def is_rejection(error: Any) -> bool:
-    """Whether it is about the record, or one that was in a batch with it: sent again it is rejected again.
+    """Whether the error is about the record or another one in its batch, so that a retry fails as well.
 
-    Anything else, such as a missing right or topic, is trouble of all records, and no fault of a message.
+    Other errors, such as a missing permission or topic, concern all records and say nothing about a message.
     """
-    return error.code() in _OF_RECORDS
+    return error.code() in _RECORD_ERRORS
 
 
 class RejectedError(AbortedError):
-    """The broker rejected a record, and with it what was in its batch or transaction."""
+    """The broker rejected a record, and with it the whole batch or transaction."""
 
 
 class Rejections:
-    """Results that the sink has rejected, remembered by a task that begins again. Used on the loop's thread.
+    """Results that the sink has rejected, remembered by a task that starts over. Used on the loop's thread.
 
-    The client reports a whole batch as failed when the broker rejects one of its records. ``suspects`` are the messages
-    whose results were in such a batch: their results are sent alone from then on, so that the next answer is about one
-    message. ``reasons`` are those of which it is known, with ``delivery="exactly_once"``, and ``letters`` those whose
-    dead letters were refused in a transaction.
+    The client reports a whole batch as failed if the broker rejects one of its records. The messages of such a batch
+    are ``suspects``: their results are sent alone from then on, so that the next rejection names one message. With
+    ``delivery="exactly_once"``, ``reasons`` are the messages known to be rejected, and ``letters`` those whose dead
+    letters were rejected in a transaction.
     """
 
     def __init__(self) -> None:
@@ -97,65 +96,65 @@ class Rejections:
         self.letters: dict[tuple[int, int], str] = {}
         self.alone = False
         """With ``exactly_once``: every record of the transaction is a batch of its own."""
-        self._given: set[tuple[int, int]] = set()  # whose reasons were given in the open transaction
-        self._collected: set[tuple[int, int]] = set()  # in the one that is being committed
-        self._until = 0.0
-        self._news = False
+        self._used: set[tuple[int, int]] = set()  # their reasons failed a message in the open transaction
+        self._collected: set[tuple[int, int]] = set()  # the same in the transaction that is being committed
+        self._alone_until = 0.0
+        self._learned = False  # something new since the task last started over
 
-    def careful(self, now: float) -> bool:
-        """Whether every result is sent alone: there was a rejection lately, and there may be others."""
-        return now < self._until
+    def sends_alone(self, now: float) -> bool:
+        """Whether every result is sent alone: after a rejection others may follow."""
+        return now < self._alone_until
 
-    def rejected(self, now: float) -> None:
+    def record_rejection(self, now: float) -> None:
         """The sink rejected a result that was sent alone."""
-        self._until = now + CAREFUL_SECONDS
+        self._alone_until = now + SEND_ALONE_SECONDS
 
-    def suspect(self, refusals: Iterable[tuple[Delivery, Any]], now: float) -> bool:
-        """Results that were not written, with the client's errors. Whether one of them was rejected."""
+    def add_suspects(self, refusals: Iterable[tuple[Delivery, Any]], now: float) -> bool:
+        """Add the messages of rejected results, from failed results and their errors. True if there were any."""
         found = {(each.partition, each.offset) for each, error in refusals if is_rejection(error)}
         if found - self.suspects:
-            self._news = True
+            self._learned = True
         self.suspects |= found
         if found:
-            self.rejected(now)
+            self.record_rejection(now)
         return bool(found)
 
-    def name(self, position: tuple[int, int], reason: str) -> None:
-        """This one was rejected, and no other: it was alone in its batch."""
+    def set_reason(self, position: tuple[int, int], reason: str) -> None:
+        """The result of this message was rejected, and no other: it was alone in its batch."""
         if position not in self.reasons:
             self.reasons[position] = reason
-            self._news = True
+            self._learned = True
 
-    def name_letter(self, position: tuple[int, int], reason: str) -> None:
-        """Its dead letter was refused."""
-        self._news = self._news or position not in self.letters
+    def set_letter_reason(self, position: tuple[int, int], reason: str) -> None:
+        """The dead letter of this message was rejected."""
+        self._learned = self._learned or position not in self.letters
         self.letters[position] = reason
 
     def reason(self, partition: int, offset: int) -> str | None:
-        """Why this one was rejected, if it was."""
+        """Why the message's result was rejected, or None. The caller fails the message with this reason."""
         reason = self.reasons.get((partition, offset))
         if reason is not None:
-            self._given.add((partition, offset))
+            self._used.add((partition, offset))
         return reason
 
     def collect(self, _batch: object, /) -> None:
-        """A transaction collects its progress: it has the failures whose reasons were given until now."""
-        self._collected |= self._given
-        self._given = set()
+        """A transaction collects its progress: it contains the failures whose reasons were used until now."""
+        self._collected |= self._used
+        self._used = set()
 
     def committed(self) -> None:
-        """Their failures are written down. When such a message runs again, the broker is asked again."""
+        """The failures are durable. If such a message runs again, the broker decides again."""
         for position in self._collected:
             self.reasons.pop(position, None)
         self._collected = set()
 
     def aborted(self) -> None:
-        """Their failures are in the next transaction."""
-        self._given |= self._collected
+        """The next transaction contains the failures."""
+        self._used |= self._collected
         self._collected = set()
 
-    def begin_again(self) -> bool:
-        """Send everything alone from now on. Whether something new is known, so that beginning again makes sense."""
-        news, self._news = self._news or not self.alone, False
-        self.alone, self._given, self._collected = True, set(), set()
-        return news
+    def start_over(self) -> bool:
+        """Send everything alone from now on. False if nothing new is known, so that starting over cannot help."""
+        learned, self._learned = self._learned or not self.alone, False
+        self.alone, self._used, self._collected = True, set(), set()
+        return learned

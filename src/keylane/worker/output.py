@@ -11,7 +11,7 @@ from keylane.engine.engine import SentAloneError
 from keylane.engine.result_ids import RESULT_ID_MAX, result_headers, result_id_prefix
 from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
-from keylane.kafka.rejection import RECORD_OVERHEAD, Rejections, is_rejection
+from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES, Rejections, is_rejection
 from keylane.message import EVENT_ID, with_origin
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Rejected:
 
     def __call__(self, error: Any, _message: Any) -> None:
         if error is not None and is_rejection(error):
-            self._rejections.name(self._position, _why(self._sink, error))
+            self._rejections.set_reason(self._position, _why(self._sink, error))
 
 
 class _Alone:
@@ -121,7 +121,7 @@ class KafkaOutput:
         self._sink = app.sink or ""
         self._prefix = result_id_prefix(app.name)
         self._short = RESULT_ID_MAX - len(self._prefix)
-        self._limit = limit - RECORD_OVERHEAD
+        self._limit = limit - RECORD_OVERHEAD_BYTES
         # The client looks at the size of what is in no transaction, headers included.
         self._unchecked = -1 if self._exact else self._limit - 1024
         self._rules = worker_session.rules(self._sink)
@@ -215,8 +215,8 @@ class KafkaOutput:
         rules = self._rules
         self._oldest, self._newest = self._times()
         for name, limit, over in (
-            ("before", rules.before, self._oldest - stamp),
-            ("after", rules.after, stamp - self._newest),
+            ("before", rules.max_age_ms, self._oldest - stamp),
+            ("after", rules.max_ahead_ms, stamp - self._newest),
         ):
             if stamp and over > CLOCKS_APART_MS:
                 raise Poison(
@@ -227,7 +227,9 @@ class KafkaOutput:
     def _times(self) -> tuple[int, int]:
         """The oldest and the newest time of a record that the sink takes now, in milliseconds."""
         now = int(time.time() * 1000)
-        before, after = (int(min(limit, _EVER)) for limit in (self._rules.before, self._rules.after))
+        before, after = (
+            int(min(limit, _EVER)) for limit in (self._rules.max_age_ms, self._rules.max_ahead_ms)
+        )
         return now - before, now + after
 
     def _put(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
@@ -258,7 +260,7 @@ class KafkaOutput:
     def _hold(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
         """Results that do not go to the client at once: gathered, or sent alone."""
         engine, rejections = delivery.engine, self._rejections
-        if (delivery.partition, delivery.offset) in rejections.suspects or rejections.careful(
+        if (delivery.partition, delivery.offset) in rejections.suspects or rejections.sends_alone(
             time.monotonic()
         ):
             self._alone.append(_Alone(delivery, records))
@@ -278,7 +280,7 @@ class KafkaOutput:
             self._let_go(producer, engine)
 
     def _is_careful(self) -> bool:
-        return bool(self._rejections.suspects) or self._rejections.careful(time.monotonic())
+        return bool(self._rejections.suspects) or self._rejections.sends_alone(time.monotonic())
 
     def _serve_alone(self) -> None:
         """Send the results for which everything before them in their lanes is durable."""
@@ -322,7 +324,7 @@ class KafkaOutput:
         delivery, rejections = one.delivery, self._rejections
         rejections.suspects.discard((delivery.partition, delivery.offset))
         if problem is not None:
-            rejections.rejected(time.monotonic())
+            rejections.record_rejection(time.monotonic())
         delivery.engine.answered(delivery, problem)
 
     def close(self) -> None:

@@ -318,7 +318,7 @@ class RefetchReader:
         except KafkaException:
             return  # no broker answers: that is waited for
         if topic.error is not None:
-            self._reader.errors.take(part.number, topic.error)
+            self._reader.errors.handle(part.number, topic.error)
         else:
             self._reader.errors.answered(topic.partitions)
             self._leave(consumer, part)

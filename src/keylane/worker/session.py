@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from keylane.engine.version_store import VersionStore
 from keylane.kafka.client import KafkaException
 from keylane.kafka.cluster import Cluster, introduce
-from keylane.kafka.rejection import ANYTHING, TopicRules, smallest_limit
+from keylane.kafka.rejection import NO_RULES, TopicRules, smallest_limit
 from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.transactional_client import leave
 from keylane.kafka.transactional_writer import TransactionalWriter
@@ -105,7 +105,7 @@ class WorkerSession:
 
     def rules(self, topic: str) -> TopicRules:
         """What a topic takes that the app writes to."""
-        return self._rules.get(topic, ANYTHING)
+        return self._rules.get(topic, NO_RULES)
 
     def producer(self, use: Use) -> Producer:
         """A client for what is in no transaction. A new one is ready after half a second."""

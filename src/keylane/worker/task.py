@@ -153,7 +153,7 @@ class Task:
         self._ownership: Ownership | None = None
         self._leaving: Ownership | None = None  # set when another run has taken over
         self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
-        self._shares: dict[int, PartitionFlow] = {}
+        self._flows: dict[int, PartitionFlow] = {}
         self._load: dict[int, list[int]] = {p: [0] * BUCKETS for p in self._plan.starts}
         self._telemetry: TelemetryWriter | None = None
         if self._app.telemetry is not None:
@@ -189,7 +189,7 @@ class Task:
                         runner.run(self._run())
                         break
                     except AbortedError as error:
-                        learned = isinstance(error, RejectedError) and self._rejections.begin_again()
+                        learned = isinstance(error, RejectedError) and self._rejections.start_over()
                         if not learned:
                             aborted = 1 if time.monotonic() - began > 60 else aborted + 1
                             began = time.monotonic()
@@ -289,7 +289,7 @@ class Task:
                 mark.position if (mark := self._progress.watermarks.get(partition)) else None
             ),
             room=lambda: fetcher.room,
-            used=lambda: fetcher.held,
+            used=lambda: fetcher.buffered,
             store=worker_session.versions,
         )
         engine.seen = worker_session.seen or engine.seen
@@ -317,15 +317,15 @@ class Task:
             capacity=app.max_buffered,
             deliver=lambda batch: _on(loop, self._accept, engine, batch),
             fail=lambda error: _on(loop, engine.fail, error),
-            reading=worker_session.reading,
+            assigned=worker_session.reading,
             until=plan.until,
-            crowded=lambda: self._out.qsize() > _OUTCOMES_WAITING,
-            busy=lambda: len(engine.table.ready) > CROWDED,
+            downstream_full=lambda: self._out.qsize() > _OUTCOMES_WAITING,
+            loop_busy=lambda: len(engine.table.ready) > CROWDED,
             stuck=lambda: engine.table.stuck_entries,
-            ends_every=inf if app.telemetry is None else app.telemetry.interval,
+            log_end_interval=inf if app.telemetry is None else app.telemetry.interval,
         )
         worker_session.reading = {}
-        self._shares = fetcher.shares
+        self._flows = fetcher.flows
         self._contributors = [*self._progress.open(engine, commands), commands]
         self._contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
@@ -379,7 +379,7 @@ class Task:
             fetcher.stop_fetching()
             await dead_letters.end(0.0 if ownership.lost else RECALL_SECONDS)
             await worker_session.recall(RECALL_SECONDS)
-            self._rejected = self._rejections.suspect(engine.refusals, time.monotonic())
+            self._rejected = self._rejections.add_suspects(engine.refusals, time.monotonic())
             engine.settle()
             try:
                 await self._write_last(engine, worker_session, state, ownership)
@@ -496,14 +496,14 @@ class Task:
                 part.missing[0],
             )
             self._progress.watermarks[part.partition].done(part.missing)
-            self._shares[part.partition].done += len(part.missing)
+            self._flows[part.partition].done += len(part.missing)
         engine.returned(part.ticket, part.records, len(part.missing))
 
     def _let_go(self, partition: int, count: int, size: int) -> None:
-        share = self._shares[partition]
-        share.done += count
-        share.away += count
-        share.size_done += size
+        flow = self._flows[partition]
+        flow.done += count
+        flow.evicted += count
+        flow.bytes_done += size
 
     def _accept(self, engine: Engine, batch: FetchedBatch) -> None:
         if batch.records:  # once for all partitions: by each of them it would cost three times as much
@@ -514,8 +514,8 @@ class Task:
             reached = group[-1].offset() + 1
             if isinstance(watermark, RangeWatermark):
                 group = watermark.own(read)
-                self._shares[partition].done += len(read) - len(group)
-                self._shares[partition].size_done += sum(map(len, read)) - sum(map(len, group))  # type: ignore[arg-type]
+                self._flows[partition].done += len(read) - len(group)
+                self._flows[partition].bytes_done += sum(map(len, read)) - sum(map(len, group))  # type: ignore[arg-type]
                 if not group:
                     if not engine.draining:
                         watermark.reach(reached)
@@ -545,8 +545,8 @@ class Task:
             offset = record.offset()
             (wanted if offset >= found and watermark.wanted(offset) else done).append(record)
         engine.note_done_before(done)
-        self._shares[partition].done += len(done)
-        self._shares[partition].size_done += sum(map(len, done))  # type: ignore[arg-type]  # the client's have a size
+        self._flows[partition].done += len(done)
+        self._flows[partition].bytes_done += sum(map(len, done))  # type: ignore[arg-type]  # the client's have a size
         return wanted
 
     def _done(self, deliveries: list[Delivery]) -> None:
@@ -575,11 +575,11 @@ class Task:
         self._tell(deliveries)
 
     def _make_room(self, deliveries: list[Delivery]) -> None:
-        shares = self._shares
+        flows = self._flows
         for delivery in deliveries:
-            share = shares[delivery.partition]
-            share.done += 1
-            share.size_done += len(delivery.record)  # type: ignore[arg-type]  # the client's have a size
+            flow = flows[delivery.partition]
+            flow.done += 1
+            flow.bytes_done += len(delivery.record)  # type: ignore[arg-type]  # the client's have a size
 
     def _tell(self, deliveries: list[Delivery]) -> None:
         """To Spark's sink, as much as the app wants to see there."""

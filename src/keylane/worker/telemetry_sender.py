@@ -207,7 +207,7 @@ class TelemetryWriter:
         )
 
     def _partition(self, partition: int, now: float) -> PartitionFigures:
-        mark, share = self._progress.watermarks[partition], self._fetcher.shares[partition]
+        mark, flow = self._progress.watermarks[partition], self._fetcher.flows[partition]
         before, moved = self._moved.get(partition, (mark.value, self._began))
         if mark.value != before:
             moved = now
@@ -215,10 +215,10 @@ class TelemetryWriter:
         return PartitionFigures(
             watermark=mark.value,
             position=mark.position,
-            end=max(share.end, mark.position),
-            held=share.held,
-            away=share.away,
-            paused=bool(share.paused_at),
+            end=max(flow.end, mark.position),
+            held=flow.buffered,
+            away=flow.evicted,
+            paused=bool(flow.paused_at),
             moved=round(moved, 3),
         )
 

@@ -67,69 +67,69 @@ def test_a_partition_is_paused_as_the_last_resort_when_too_many_offsets_are_kept
 ) -> None:
     monkeypatch.setattr(fetcher, "EVICTED_ENTRIES_MAX", 2000)
     made, consumer = make()
-    share = made.shares[0]
-    share.handed, share.done, share.away = 1100, 1000, 1000
-    assert made._room() is False, "it holds 100, which is all there is room for"
-    share.done = 1090
-    assert made._room() is True
+    flow = made.flows[0]
+    flow.delivered, flow.done, flow.evicted = 1100, 1000, 1000
+    assert made._may_fetch() is False, "it holds 100, which is all there is room for"
+    flow.done = 1090
+    assert made._may_fetch() is True
     assert made.paused == []
-    share.handed, share.done, share.away = 1111, 1101, 1001
-    assert made._room() is True, "the other partition is read on"
+    flow.delivered, flow.done, flow.evicted = 1111, 1101, 1001
+    assert made._may_fetch() is True, "the other partition is read on"
     assert (made.paused, consumer.paused) == ([0], {0})
-    share.away = 501
-    share.done = 1111
-    made._room()
+    flow.evicted = 501
+    flow.done = 1111
+    made._may_fetch()
     assert made.paused == [0], "not before half of them are done"
-    share.away = 500
-    made._room()
+    flow.evicted = 500
+    made._may_fetch()
     assert (made.paused, consumer.paused) == ([], set())
 
 
 def test_large_messages_leave_room_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "MAX_BYTES", 1000)
+    monkeypatch.setattr(fetcher, "BUFFERED_BYTES_MAX", 1000)
     made, _ = make()
     made._mean_size = 50.0
-    made._room()
+    made._may_fetch()
     assert made.room == 20
 
 
 def test_a_partition_that_holds_most_is_paused_when_there_is_no_room_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetcher, "_STUCK", -1.0)
+    monkeypatch.setattr(fetcher, "_PAUSE_AFTER_SECONDS", -1.0)
     made, consumer = make()
-    made.shares[1].handed = 51
-    assert made._room() is False
-    assert made._room() is False
+    made.flows[1].delivered = 51
+    assert made._may_fetch() is False
+    assert made._may_fetch() is False
     assert consumer.paused == {1}
-    made.shares[1].done = 26
-    assert made._room() is True
+    made.flows[1].done = 26
+    assert made._may_fetch() is True
     assert consumer.paused == set()
 
 
 def test_nothing_is_read_ahead_of_lanes_that_queue_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "PLENTY", 10)
-    monkeypatch.setattr(fetcher, "_STUCK", -1.0)
+    monkeypatch.setattr(fetcher, "PREFETCH_MESSAGES_MAX", 10)
+    monkeypatch.setattr(fetcher, "_PAUSE_AFTER_SECONDS", -1.0)
     busy = True
-    made, consumer = make(busy=lambda: busy)
-    share = made.shares[0]
-    share.handed = 9
-    assert made._room() is True, "there is not plenty of them"
-    share.handed = 10
-    assert [made._room(), made._room()] == [False, False]
+    made, consumer = make(loop_busy=lambda: busy)
+    flow = made.flows[0]
+    flow.delivered = 9
+    assert made._may_fetch() is True, "there is not plenty of them"
+    flow.delivered = 10
+    assert [made._may_fetch(), made._may_fetch()] == [False, False]
     assert consumer.paused == set(), "it is no partition's fault"
     busy = False
-    assert made._room() is True, "the lanes that hold them wait for something else"
+    assert made._may_fetch() is True, "the lanes that hold them wait for something else"
 
 
 def test_messages_of_stuck_lanes_do_not_count_as_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "PLENTY", 10)
+    monkeypatch.setattr(fetcher, "PREFETCH_MESSAGES_MAX", 10)
     stuck = 0
-    made, _ = make(busy=lambda: True, stuck=lambda: stuck)
-    made.shares[0].handed = 15
-    assert made._room() is False
+    made, _ = make(loop_busy=lambda: True, stuck=lambda: stuck)
+    made.flows[0].delivered = 15
+    assert made._may_fetch() is False
     stuck = 6
-    assert made._room() is True, "nine of them can run"
+    assert made._may_fetch() is True, "nine of them can run"
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 10, 16, 50, 100, 200, 500, 1000, 2000, 3500, 5000])
@@ -139,11 +139,11 @@ def test_a_task_is_never_given_more_than_its_capacity(capacity: int, hold: float
     made, consumer = make(capacity)
     consumer.log = [Record(offset) for offset in range(20_000)]
     again = max(1, capacity // 8)
-    made.shares[1].handed = int(hold * capacity / 2)
-    most = made.held
-    while made._room():
+    made.flows[1].delivered = int(hold * capacity / 2)
+    most = made.buffered
+    while made._may_fetch():
         made._fetch()
-        most = max(most, made.held)
+        most = max(most, made.buffered)
     assert most + again <= capacity
     assert most >= capacity // 4, "and is not starved"
 
@@ -152,30 +152,30 @@ def test_large_rooms_are_filled_by_the_thousand() -> None:
     made, consumer = make(65_536)
     consumer.log = [Record(offset) for offset in range(20_000)]
     for _ in range(3):
-        assert made._room()
+        assert made._may_fetch()
         made._fetch()
     assert consumer.asked == [999] * 3
 
 
 def test_a_large_message_is_not_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(fetcher, "BUFFERED_BYTES_MAX", 10_000)
     made, consumer = make(65_536)
     made._mean_size = 10.0
     consumer.log = [*(Record(n, 4_000) for n in range(6)), Record(6, 10)]
-    while made._room():
+    while made._may_fetch():
         made._fetch()
-    assert made.shares[0].size == 8_000, "it stops at half: one more came while there was room"
-    made.shares[0].done, made.shares[0].size_done = 1, 4_000
-    assert made._room() is True, "they are counted by the byte: when they are done there is room"
+    assert made.flows[0].bytes_buffered == 8_000, "it stops at half: one more came while there was room"
+    made.flows[0].done, made.flows[0].bytes_done = 1, 4_000
+    assert made._may_fetch() is True, "they are counted by the byte: when they are done there is room"
 
 
 def test_a_message_larger_than_all_room_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(fetcher, "BUFFERED_BYTES_MAX", 10_000)
     made, consumer = make(65_536)
     consumer.log = [Record(n, 50_000) for n in range(3)]
-    assert made._room() is True
+    assert made._may_fetch() is True
     made._fetch()
-    assert made.shares[0].handed == 1
-    assert made._room() is False
-    made.shares[0].done, made.shares[0].size_done = 1, 50_000
-    assert made._room() is True
+    assert made.flows[0].delivered == 1
+    assert made._may_fetch() is False
+    made.flows[0].done, made.flows[0].bytes_done = 1, 50_000
+    assert made._may_fetch() is True

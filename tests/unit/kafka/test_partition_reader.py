@@ -205,7 +205,7 @@ def make_fetcher(*script: Came) -> tuple[Fetcher, Consumer]:
     made = Fetcher(
         consumer, "t", {0: 0, 1: 0}, capacity=100, deliver=lambda _batch: None, fail=lambda _error: None
     )
-    made._room()
+    made._may_fetch()
     return made, consumer
 
 

@@ -215,7 +215,7 @@ def test_a_retried_commit_has_ledger_and_failures_once() -> None:
     ledger = LedgerWriter(App("a", source="in", ledger=Ledger()).spec, Ledger(), "host:1/0")
     delivery: Any = Message(MemoryRecord(topic="in", partition=0, offset=1, key=b"k", value=b""))
     rejections = Rejections()
-    rejections.name((0, 1), "too large")
+    rejections.set_reason((0, 1), "too large")
     assert rejections.reason(0, 1) == "too large"
     ledger.started(delivery, 1)
     ledger.ended(delivery, 1, Outcome.DEAD)

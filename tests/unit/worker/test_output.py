@@ -11,7 +11,7 @@ from confluent_kafka import KafkaException
 from keylane import App
 from keylane.engine.delivery import Delivery
 from keylane.errors import BrokerError
-from keylane.kafka.rejection import ANYTHING
+from keylane.kafka.rejection import NO_RULES
 from keylane.testing.log import MemoryRecord
 from keylane.worker import output as module
 from keylane.worker.output import CROWDED, KafkaOutput
@@ -71,7 +71,7 @@ class Bench:
             SimpleNamespace(
                 writer=None,
                 producer=lambda _use: client,
-                rules=lambda _topic: ANYTHING,
+                rules=lambda _topic: NO_RULES,
                 poll=lambda: None,
             ),
         )

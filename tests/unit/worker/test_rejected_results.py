@@ -18,7 +18,7 @@ from keylane.dlq.spool import Spool, folder_of, foreign
 from keylane.engine.engine import Engine
 from keylane.engine.stages import open_pipeline
 from keylane.errors import BrokerError, Poison
-from keylane.kafka.rejection import ANYTHING, Rejections, TopicRules, smallest_limit
+from keylane.kafka.rejection import NO_RULES, Rejections, TopicRules, smallest_limit
 from keylane.kafka.settings import KafkaSettings
 from keylane.testing import MemoryRecord
 from keylane.worker.output import KafkaOutput
@@ -106,7 +106,7 @@ class Model:
         worker_session = SimpleNamespace(
             writer=None,
             producer=clients.__getitem__,
-            rules=lambda _topic: ANYTHING,
+            rules=lambda _topic: NO_RULES,
             poll=lambda: clients["alone"].poll(0),
         )
         dead_letters = cast("DeadLetterWriter", SimpleNamespace(letter=letter))
@@ -131,7 +131,7 @@ class Model:
                 assert isinstance(engine.failure.exception(), BrokerError)
                 while clients["results"].queue:
                     clients["results"].poll(0)
-                assert self.rejections.suspect(engine.refusals, time.monotonic())
+                assert self.rejections.add_suspects(engine.refusals, time.monotonic())
             engine.settle()
 
     def _done(self, deliveries: list[Any]) -> None:
@@ -162,10 +162,10 @@ def test_many_rejected_results_make_a_task_begin_again_once() -> None:
 
 def test_a_rejected_reason_is_given_until_it_is_committed() -> None:
     rejections = Rejections()
-    assert rejections.begin_again(), "from now on records are sent alone: that is new"
-    assert not rejections.begin_again(), "nothing was learned"
-    rejections.name((0, 7), "too large")
-    assert rejections.begin_again()
+    assert rejections.start_over(), "from now on records are sent alone: that is new"
+    assert not rejections.start_over(), "nothing was learned"
+    rejections.set_reason((0, 7), "too large")
+    assert rejections.start_over()
     assert rejections.reason(0, 7) == "too large"
     rejections.collect(None)
     assert rejections.reason(0, 7) == "too large", "its transaction may still be aborted"
@@ -178,7 +178,7 @@ def test_a_rejected_reason_is_given_until_it_is_committed() -> None:
 def test_a_time_beyond_the_sinks_rules_is_poison() -> None:
     async def test() -> None:
         worker_session = SimpleNamespace(
-            writer=None, producer=lambda _use: None, rules=lambda _topic: TopicRules(after=1000.0)
+            writer=None, producer=lambda _use: None, rules=lambda _topic: TopicRules(max_ahead_ms=1000.0)
         )
         app = App("a", source="in", sink="out")
         output = KafkaOutput(
@@ -199,7 +199,7 @@ def test_batches_follow_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         KafkaSettings, "_make", lambda _self, _kind, base, more: made.append({**base, **more})
     )
-    assert smallest_limit(TopicRules(limit=5), ANYTHING, TopicRules(limit=3)) == 3
+    assert smallest_limit(TopicRules(limit=5), NO_RULES, TopicRules(limit=3)) == 3
     KafkaSettings("b:1").producer()
     KafkaSettings("b:1").producer(batch_limit=100_000, record_limit=50_000)
     KafkaSettings("b:1", (("batch.size", "7000"),)).producer(batch_limit=100_000)
