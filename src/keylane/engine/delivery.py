@@ -52,12 +52,12 @@ class FailureState:
         self.redrives = 0
 
     @classmethod
-    def kept(cls, kept: RetryState) -> FailureState:
+    def restored(cls, state: RetryState) -> FailureState:
         """The state persisted before a restart."""
         failure_state = cls()
-        failure_state.stage, failure_state.attempt = kept.stage, kept.attempt
-        failure_state.since, failure_state.due = kept.since, kept.due
-        failure_state.waited, failure_state.lives = kept.waited, kept.lives
+        failure_state.stage, failure_state.attempt = state.stage, state.attempt
+        failure_state.since, failure_state.due = state.since, state.due
+        failure_state.waited, failure_state.lives = state.waited, state.lives
         return failure_state
 
     def attempt_at(self, stage: str) -> int:

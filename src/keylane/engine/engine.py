@@ -17,10 +17,12 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from keylane.engine.attempts import RetryAttempts
 from keylane.engine.clock import Clock
 from keylane.engine.counters import MessageCounters
 from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
+from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.output import SentAloneError
@@ -161,7 +163,7 @@ class Engine:
         self._looking: asyncio.TimerHandle | None = None  # while there is little room
         # Messages that wait for a version have given up their places already.
         self._look_after = 0.0 if fetch is not None and app.versions is None else inf
-        self.skew = HotKeyDetector(self.table, tell=lambda hot: self.failure_handler.hook("hot", hot))
+        self.skew = HotKeyDetector(self.table, tell=lambda hot: self.hooks.call("hot", hot))
         self.seen = Duplicates(app.idempotency, app.order)
         self._loop = asyncio.get_running_loop()
         self.clock = Clock(self._loop, wall)
@@ -172,6 +174,8 @@ class Engine:
         self._standby = False  # a runner is scheduled and has not looked at the ready lanes yet
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self.attempts = RetryAttempts()
+        self.hooks = Hooks(app)
         self.stopped_lanes = StoppedLanes(self, output)
         self.failure_handler = FailureHandler(self, app, self.pipeline.opened, rng=rng)
         self._batchers = [step.batcher for step in self.pipeline.opened if step.batcher is not None]
@@ -187,7 +191,7 @@ class Engine:
         held: Iterable[bytes] = (),
     ) -> None:
         """What was written down before: attempts by partition and offset, stopped lanes, lanes to be redriven."""
-        self.failure_handler.attempts.update(kept)
+        self.attempts.restore(kept)
         self.stopped_lanes.restore(lanes, held)
 
     def note_done_before(self, records: Iterable[Record]) -> None:
@@ -203,9 +207,8 @@ class Engine:
         """Queue records, in the order of their partitions, into their lanes."""
         now, make = self.now(), self.pipeline.delivery
         deliveries = [make(record, self) for record in records]
-        if self.failure_handler.attempts:
-            for delivery in deliveries:
-                self.failure_handler.remember(delivery)
+        if self.attempts:
+            self.attempts.recall(deliveries)
         lane_key = self._lane_key
         if lane_key is None:
             keys = [delivery.key for delivery in deliveries]
@@ -381,7 +384,7 @@ class Engine:
                     )
                 )
                 return
-            self.failure_handler.remember(delivery)
+            self.attempts.recall((delivery,))
             asked.back.append(delivery)
             size += len(delivery.value or b"")
         self._let_go(asked.partition, 0, -size)
@@ -395,7 +398,7 @@ class Engine:
             gone = set(asked.offsets).difference(d.offset for d in asked.back)
             self.seen.gone(asked.partition, gone)
             for offset in gone:
-                self.failure_handler.forget(asked.partition, offset)
+                self.attempts.forget(asked.partition, offset)
         asked.then(asked.back, asked.missing)
         self.life.changed()
         self._ensure_runner()
@@ -515,7 +518,7 @@ class Engine:
 
     def kept(self) -> dict[int, dict[int, RetryState]]:
         """What to write down about messages that are not done, by partition and offset: attempts, and waits."""
-        kept = self.failure_handler.kept()
+        kept = self.attempts.by_partition()
         if self.versions is not None:
             self.versions.note_waits(kept)
         return kept
@@ -682,8 +685,8 @@ class Engine:
             for delivery in self.counters.add_done(done):
                 if not delivery.redriven:  # the message of a dead letter may wait in its lane
                     self.seen.done(delivery)
-            if self.failure_handler.attempts:
-                self.failure_handler.done(done)
+            if self.attempts:
+                self.attempts.forget_done(done)
             if self.versions is not None:
                 for delivery in done:
                     self.versions.done(delivery)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keylane.engine.breaker_gate import BreakerOpenError
 from keylane.engine.delivery import FailureState
@@ -51,13 +50,12 @@ class FailureHandler:
         self, engine: Engine, app: AppSpec, steps: Sequence[Step], *, rng: Callable[[], float]
     ) -> None:
         self._engine = engine
+        self.hooks = engine.hooks
         self._app = app
         self._policy = app.on_failure
         self._rng = rng
         self._flood = FailureRate(app.failure_guard) if app.failure_guard is not None else None
         self._observer = app.observer
-        self.attempts: dict[tuple[int, int], RetryState] = {}
-        """Of messages that have failed and are not done, by partition and offset, read or not."""
         self._retries = {step.name: step.retry for step in steps}
         for step in steps:
             if step.gate is not None:
@@ -94,53 +92,19 @@ class FailureHandler:
         if delivery.failure_state is not None and delivery.failure_state.letter is not None:
             self._engine.seen.came_through(delivery)
 
-    def remember(self, delivery: Delivery) -> None:
-        """Give a message that was read the attempts it had before."""
-        kept = self.attempts.get((delivery.partition, delivery.offset))
-        if kept is not None:
-            delivery.failure_state = FailureState.kept(kept)
-            delivery.attempts = kept.attempts
-
-    def done(self, deliveries: Sequence[Delivery]) -> None:
-        """These are done: nobody counts their attempts any more."""
-        for delivery in deliveries:
-            failure_state = delivery.failure_state
-            if failure_state is not None and failure_state.letter is None:
-                self.attempts.pop((delivery.partition, delivery.offset), None)
-
-    def forget(self, partition: int, offset: int) -> None:
-        """The message is not in the log any more, or its lane is blocked: a release gives it all its attempts."""
-        self.attempts.pop((partition, offset), None)
-
     def may_start(self, lane: Lane[Delivery], delivery: Delivery, failure_state: FailureState) -> bool:
         """Whether a message that came back with attempts from before may run now; if not, its lane waits."""
         if failure_state.due:
-            wall, kept = self._engine.wall(), self.attempts.get((delivery.partition, delivery.offset))
+            wall = self._engine.wall()
             retry = self._retries.get(failure_state.stage) or self._engine.step_of(delivery).retry
             wait = min(failure_state.due - wall, retry.longest)  # another machine's clock may have set it
             failure_state.due = 0.0
             if wait > 0:
-                if kept is not None:
-                    self.attempts[delivery.partition, delivery.offset] = replace(kept, due=wall + wait)
+                self._engine.attempts.postpone(delivery, wall + wait)
                 self._engine.sleep(lane, wait)
                 return False
         delivery.attempt = failure_state.attempt_at(self._engine.step_of(delivery).name)
         return True
-
-    def kept(self) -> dict[int, dict[int, RetryState]]:
-        """The attempts to write down, by partition and offset."""
-        kept: dict[int, dict[int, RetryState]] = {}
-        for (partition, offset), one in self.attempts.items():
-            kept.setdefault(partition, {})[offset] = one
-        return kept
-
-    def hook(self, name: str, *given: Any) -> None:
-        """Call the app's hooks of this name; what they raise is logged and changes nothing."""
-        for function in self._app.hooks.get(name, ()):
-            try:
-                function(*given)
-            except Exception:
-                log.exception("hook %s of app %r failed", name, self._app.name)
 
     def _note(self, delivery: Delivery, stage: str, error: BaseException, wall: float) -> FailureState:
         failure_state = delivery.failure_state
@@ -164,10 +128,10 @@ class FailureHandler:
         wait: float,
     ) -> None:
         self._engine.counters.retries += 1
-        self.hook("retry", delivery, error, wait)
+        self.hooks.call("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
         if failure_state.letter is None:  # else its attempts are counted by its redrive
-            self.attempts[delivery.partition, delivery.offset] = RetryState(
+            state = RetryState(
                 stage=failure_state.stage,
                 attempt=failure_state.attempt,
                 attempts=delivery.attempts,
@@ -177,6 +141,7 @@ class FailureHandler:
                 waited=failure_state.waited,
                 lives=failure_state.lives,
             )
+            self._engine.attempts.record(delivery, state)
         self._engine.sleep(lane, wait)
 
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
@@ -221,7 +186,7 @@ class FailureHandler:
 
     def _breaker(self, stage: str, state: CircuitState) -> None:
         log.warning("breaker of stage %r: %s", stage, state.value)
-        self.hook("breaker", stage, state)
+        self.hooks.call("breaker", stage, state)
 
 
 class _Failed:
@@ -254,7 +219,7 @@ class _Failed:
 
     def skip(self) -> None:
         self._decide("skip", allowed=True)
-        self._handler.hook("dead", self.message, self.info)
+        self._handler.hooks.call("dead", self.message, self.info)
         self._stopped_lanes.bury(self._lane, self.message, self.info, Outcome.DEAD, ended=self._ended)
 
     def block(self, *, archive: bool = False) -> None:
@@ -277,7 +242,7 @@ class _Failed:
 
     def _stop(self) -> None:
         self._ended(self.message, "retry")
-        self._handler.hook("block", self.message, self.info)
+        self._handler.hooks.call("block", self.message, self.info)
 
     def _decide(self, what: str, *, allowed: bool) -> None:
         if self._decided or not allowed:

@@ -64,7 +64,7 @@ class StoppedLanes:
         for record in records:
             self.records[_name(record)] = record
             if record.stop is LaneStatus.BLOCKED:
-                self._engine.failure_handler.forget(record.partition, record.offset)
+                self._engine.attempts.forget(record.partition, record.offset)
         for key in held:
             self.hold(key)
 
@@ -149,7 +149,7 @@ class StoppedLanes:
         """If this is the message at which the lane stopped, it has all its attempts again."""
         if (delivery.partition, delivery.offset) == (record.partition, record.offset):
             delivery.failure_state, delivery.attempt, delivery.error = None, 1, None
-            self._engine.failure_handler.forget(delivery.partition, delivery.offset)
+            self._engine.attempts.forget(delivery.partition, delivery.offset)
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
         """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
@@ -254,7 +254,7 @@ class StoppedLanes:
             letter = self._full.pop(_name(record), letter)
         if letter is not None:
             delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"
-            self._engine.failure_handler.hook("dead", delivery, letter)
+            self._engine.hooks.call("dead", delivery, letter)
 
         engine = self._engine
 
@@ -301,7 +301,7 @@ class StoppedLanes:
             ),
         )
         self._note(record.partition, record.name, record.encode(), _unheard)
-        self._engine.failure_handler.forget(
+        self._engine.attempts.forget(
             record.partition, record.offset
         )  # in the record's transaction, or a later one
         self._engine.changed()
