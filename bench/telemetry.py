@@ -35,7 +35,8 @@ from keylane.broker import Broker
 from keylane.engine.latency_sampler import LatencySampler
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 from keylane.worker.telemetry_sender import TelemetryWriter
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from keylane.errors import BrokerError, FencedError, TakenOverError
 from keylane.kafka.cluster import Cluster
-from keylane.kafka.transactional_client import leave, transactional
+from keylane.kafka.transactional_client import discard, transactional_producer
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.slots import ALL, Slots
 from keylane.state import ownership
 from keylane.state.ownership import (
     ANSWERS,
-    SAYS_SO_EVERY,
+    LEAVING_EVERY_SECONDS,
     Ownership,
     check_still_ours,
     remember_newest_run,
@@ -70,8 +70,8 @@ class Owner:
 
         async def one() -> None:
             self.writer.attach()
-            self.writer.note(0, b"thing", b"%d" % offset)
-            async with self.writer.turn():
+            self.writer.put_state(0, b"thing", b"%d" % offset)
+            async with self.writer.exclusive():
                 await self.writer.commit_with([TopicPartition(f"{self.app}.in", 0, offset)])
 
         asyncio.run(one())
@@ -79,7 +79,7 @@ class Owner:
     def release(self) -> None:
         async def one() -> None:
             self.writer.attach()
-            async with self.writer.turn():
+            async with self.writer.exclusive():
                 await self.writer.commit_with(notes=self.ownership.release())
 
         asyncio.run(one())
@@ -192,7 +192,7 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
 
         for _ in range(4):
             asyncio.run(say())
-            time.sleep(SAYS_SO_EVERY)
+            time.sleep(LEAVING_EVERY_SECONDS)
         steps.append("left")
         old.release()
 
@@ -212,7 +212,7 @@ def test_a_run_is_not_taken_over_by_the_one_before_it_whose_dead_tasks_hide_it(l
     take_over(log.settings, app, f"{app}.state", 2, "r1")
     old = Owner(log.settings, app, "old")
     old.claim()
-    dying = transactional(log.settings, old.writer.id)
+    dying = transactional_producer(log.settings, old.writer.id)
     dying.begin_transaction()
     for partition in range(2):
         dying.produce(f"{app}.state", b"1", b"thing", partition=partition)
@@ -272,12 +272,12 @@ def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str
 
 
 def test_a_client_that_was_fenced_is_held_until_nothing_of_it_is_on_its_way(log: Log, app: str) -> None:
-    one = transactional(log.settings, f"{app}.same")
+    one = transactional_producer(log.settings, f"{app}.same")
     one.begin_transaction()
     for partition in range(2):
         one.produce(f"{app}.state", b"half", b"a claim", partition)
-    transactional(log.settings, f"{app}.same")
-    leaving = leave(one)
+    transactional_producer(log.settings, f"{app}.same")
+    leaving = discard(one)
     leaving.join(10)
     assert not leaving.is_alive()
     assert not len(one)
@@ -396,7 +396,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
     began = time.monotonic()
     assert progress(log, app) == 10
     assert time.monotonic() - began < 5, "nobody waits for it who only wants to know"
-    client.give_up()
+    client.close()
     assert Cluster(log.settings).committed(app, f"{app}.in", [0], settled=True)[0][0] == 10
 
 

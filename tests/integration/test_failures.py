@@ -24,7 +24,8 @@ from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AdminClient
 from keylane.testing import HistoryWriter, Verdict, check_results, read_history
 from keylane.worker.session import WorkerSession
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 from support.topics import Log, ids, kill, python_workers, wait_until
 
 if TYPE_CHECKING:

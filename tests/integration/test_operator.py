@@ -26,7 +26,8 @@ from keylane.state.admin import AdminClient, cancel_command, new_command
 from keylane.state.commands import operator_name
 from keylane.state.topic import order_stop
 from keylane.testing import HistoryWriter, Verdict
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 from support.tasks import note_plan
 from support.topics import Log, wait_until
 

@@ -12,7 +12,8 @@ import pytest
 from keylane import App, BrokerError, DeliveryError, Message, Publisher
 from keylane.kafka.cluster import Cluster
 from keylane.testing import HistoryWriter, Sent, Verdict, partition_of
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

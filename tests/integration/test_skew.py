@@ -12,7 +12,8 @@ from keylane.engine import hot_keys as skew
 from keylane.kafka.cluster import Cluster
 from keylane.spark.outcomes import to_arrow
 from keylane.testing import HistoryWriter, Verdict
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

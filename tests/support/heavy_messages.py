@@ -13,7 +13,8 @@ from keylane import App, Message
 from keylane.kafka import fetcher
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 
 
 def resident() -> int:

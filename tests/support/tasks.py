@@ -16,7 +16,8 @@ from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.slots import ALL
 from keylane.state.topic import PLAN
 from keylane.testing import HistoryWriter
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane import logs
 from keylane.errors import BrokerError, SettingsError
-from keylane.kafka.cluster import TIMEOUT, Cluster, patient
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, patient
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.slots import ALL
@@ -26,7 +26,8 @@ from keylane.state.labels import Labels
 from keylane.state.topic import FORMER, PLAN, StateTopic
 from keylane.worker.epoch_commit import EpochCommitter
 from keylane.worker.session import partitions_of_last_epoch
-from keylane.worker.task import Task, TaskPlan
+from keylane.worker.task import Task
+from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -408,8 +409,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _flush(self) -> None:
         assert self._producer is not None  # noqa: S101 - its callers have just used it
-        if self._producer.flush(TIMEOUT):
-            raise BrokerError(f"could not write to topic '{self._plan.app}.state' within {TIMEOUT:g} s")
+        if self._producer.flush(REQUEST_SECONDS):
+            raise BrokerError(
+                f"could not write to topic '{self._plan.app}.state' within {REQUEST_SECONDS:g} s"
+            )
 
     @staticmethod
     def _rested(state: StateTopic, starts: Mapping[int, int], target: Mapping[int, int]) -> bool:

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.errors import BrokerError, TakenOverError
 from keylane.kafka.client import KafkaException
-from keylane.kafka.cluster import TIMEOUT
-from keylane.kafka.transactional_client import is_fenced, leave, transactional
+from keylane.kafka.cluster import REQUEST_SECONDS
+from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.slots import ALL
 from keylane.state.labels import Labels
 from keylane.state.topic import OWNER, RUN, StateTopic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from keylane.kafka.cluster import Cluster
     from keylane.kafka.settings import KafkaSettings
-    from keylane.kafka.transactional_writer import Note, TransactionalWriter
+    from keylane.kafka.transactional_writer import StateRecord, TransactionalWriter
     from keylane.offsets.slots import Slots
     from keylane.state.topic import Claim
 
@@ -40,8 +40,8 @@ log = logging.getLogger("keylane.task")
 
 ANSWERS = 1.0
 """Seconds that a task of another run has to say that it is leaving."""
-SAYS_SO_EVERY = 1.0
-"""Seconds after which it says so again, while it lives."""
+LEAVING_EVERY_SECONDS = 1.0
+"""Time between two claims of a live task that it is leaving."""
 _SILENCE = 3.0
 _LOOK = 0.2
 _TRIES = 3
@@ -72,7 +72,9 @@ _taken: dict[tuple[str, str], dict[int, int]] = {}
 
 def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
     found = {"run": run, "who": _who(), "at": time.time()}
-    producer = transactional(settings, f"{app}.run")  # of two that start at the same time one is fenced here
+    producer = transactional_producer(
+        settings, f"{app}.run"
+    )  # of two that start at the same time one is fenced here
     places: dict[int, int] = {}
 
     def placed(_error: Any, message: Any) -> None:
@@ -82,9 +84,9 @@ def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, r
         producer.begin_transaction()
         for partition in range(partitions):
             producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
-        producer.commit_transaction(3 * TIMEOUT)
+        producer.commit_transaction(3 * REQUEST_SECONDS)
     except BaseException:
-        leave(producer)
+        discard(producer)
         raise
     return places
 
@@ -146,6 +148,11 @@ class Ownership:
         self._patience = patience
         self._owned: dict[int, Slots] = {}
 
+    @property
+    def partitions(self) -> Collection[int]:
+        """The partitions of which it owns slots."""
+        return self._owned.keys()
+
     def claim(self, owned: Mapping[int, Slots]) -> bool:
         """Own these slots of these partitions; whether nobody had to be fenced.
 
@@ -153,7 +160,7 @@ class Ownership:
         """
         self._owned = dict(owned)
         self.check_run()
-        self._writer.write(self._notes())
+        self._writer.write_blocking(self._notes())
         began = time.monotonic()
         clean = True
         while True:
@@ -163,15 +170,15 @@ class Ownership:
             if seen and not before:
                 return clean
             waited = time.monotonic() - began
-            if not before and waited > 3 * TIMEOUT + self._patience:
+            if not before and waited > 3 * REQUEST_SECONDS + self._patience:
                 raise BrokerError(f"app {self._app!r}: the claim was written, but it cannot be read")
             dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
             for owner in dead:
                 log.warning("task %s is replaced: its transactional id is fenced", before[owner].who)
-                transactional(self._settings, owner)
+                transactional_producer(self._settings, owner)
             if dead:
                 clean = False
-                self._writer.write(
+                self._writer.write_blocking(
                     (p, OWNER + owner.encode(), None)
                     for p in self._owned
                     for owner in dead & self._state.owners.get(p, {}).keys()
@@ -202,7 +209,7 @@ class Ownership:
         """The same, when everything was read that is committed by now. False when that cannot be found out. Blocks."""
         try:
             ends = cluster.ends(self._state.topic, self._owned, committed=True)
-            self._state.read_through({p: end - 1 for p, end in ends.items()}, TIMEOUT)
+            self._state.read_through({p: end - 1 for p, end in ends.items()}, REQUEST_SECONDS)
         except BrokerError:
             return False
         return self.lost
@@ -225,9 +232,9 @@ class Ownership:
     def leaving(self) -> None:
         """Say that what has begun will be finished, and nothing else."""
         for partition, name, value in self._notes(leaving=True):
-            self._writer.note(partition, name, value)
+            self._writer.put_state(partition, name, value)
 
-    def release(self) -> list[Note]:
+    def release(self) -> list[StateRecord]:
         """The records that release everything, when they are committed."""
         return [(partition, name, None) for partition, name, _ in self._notes()]
 
@@ -264,9 +271,9 @@ class Ownership:
             return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
         return waited > ANSWERS
 
-    def _notes(self, *, leaving: bool = False) -> list[Note]:
+    def _notes(self, *, leaving: bool = False) -> list[StateRecord]:
         name = OWNER + self._writer.id.encode()
-        notes: list[Note] = []
+        notes: list[StateRecord] = []
         for partition, slots in self._owned.items():
             value: dict[str, Any] = {"run": self._run, "who": self._who}
             if slots != ALL:

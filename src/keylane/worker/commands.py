@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.kafka.settings import KafkaSettings
-    from keylane.kafka.transactional_writer import Note
+    from keylane.kafka.transactional_writer import StateRecord
     from keylane.offsets.identity import TopicIdentity
     from keylane.offsets.slots import Slots
     from keylane.spec import AppSpec
     from keylane.state.commands import Command
     from keylane.worker.commit import CommitBatch
     from keylane.worker.output import KafkaOutput
-    from keylane.worker.task import TaskPlan
+    from keylane.worker.task_plan import TaskPlan
 
 log = logging.getLogger("keylane.task")
 
@@ -91,7 +91,7 @@ class CommandExecutor(Contributor):
         self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
         self._awake = asyncio.Event()
         self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
-        self.versions_of_redriven: Callable[[], list[Note]] = list
+        self.versions_of_redriven: Callable[[], list[StateRecord]] = list
         """Records that must be in the transaction which says what letters were redriven."""
 
     def take(self, commands: Iterable[Command]) -> None:
@@ -254,7 +254,7 @@ class CommandExecutor(Contributor):
         changed, self._changed = self._changed, set()
         return changed
 
-    def _records(self, changed: Iterable[int]) -> list[Note]:
+    def _records(self, changed: Iterable[int]) -> list[StateRecord]:
         records = [
             (partition, part_of(REDRIVEN, self._cuts.get(partition, ALL)), self._redriven[partition].encode())
             for partition in sorted(changed)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from keylane.kafka.client import TopicPartition
-    from keylane.kafka.transactional_writer import Note
+    from keylane.kafka.transactional_writer import StateRecord
 
 TopicRecord = tuple[str, bytes | None, bytes | None]
 """Topic, value and key of a record."""
@@ -31,7 +31,7 @@ class CommitBatch:
     """Characters that a large record of the state topic may have."""
     offsets: list[TopicPartition] = field(default_factory=list)
     """Offsets of the app's group."""
-    notes: list[Note] = field(default_factory=list)
+    notes: list[StateRecord] = field(default_factory=list)
     """Records of the state topic."""
     records: list[TopicRecord] = field(default_factory=list)
     """Records of other topics."""
@@ -65,11 +65,14 @@ class BatchWriter(Protocol):
     def room(self) -> int:
         """Characters that a large record of the state topic may have."""
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
         """While it is held, nobody else commits."""
 
     async def commit_with(
-        self, offsets: Sequence[TopicPartition], notes: Sequence[Note], records: Sequence[TopicRecord]
+        self,
+        offsets: Sequence[TopicPartition],
+        state_records: Sequence[StateRecord],
+        records: Sequence[TopicRecord],
     ) -> None:
         """Commit these and what was put before."""
 
@@ -80,7 +83,7 @@ async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, la
     Nothing else runs on the loop between the first ``collect`` and the moment from which on records wait for the next
     transaction: what is done by then is in this one. Raises AbortedError, FencedError, and what a contributor raised.
     """
-    async with writer.turn():
+    async with writer.exclusive():
         batch = CommitBatch(last=last, room=writer.room)
         asked: list[Contributor] = []
         try:

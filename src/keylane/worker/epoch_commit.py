@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.errors import BrokerError, TakenOverError
 from keylane.kafka.client import KafkaException, TopicPartition
-from keylane.kafka.cluster import TIMEOUT, Cluster
-from keylane.kafka.transactional_client import is_fenced, leave, transactional
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
+from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.metadata import LIMIT, stamp
 from keylane.state.labels import Labels
 from keylane.state.topic import ELSEWHERE, NOTHING, PROGRESS, RANGE, REDRIVEN, StateTopic
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from keylane.kafka.settings import KafkaSettings
-    from keylane.kafka.transactional_writer import Note
+    from keylane.kafka.transactional_writer import StateRecord
     from keylane.offsets.identity import AppIdentity
 
 
@@ -52,7 +52,7 @@ class EpochCommitter:
             return
         state = self._read()
         offsets: list[TopicPartition] = []
-        notes: list[Note] = []
+        notes: list[StateRecord] = []
         for partition, proposal in state.proposals.items():
             if proposal.epoch != epoch:
                 continue  # of an epoch that Spark has not committed, or that counts already
@@ -80,7 +80,7 @@ class EpochCommitter:
     def close(self) -> None:
         """Let go of the clients."""
         if self._producer is not None:
-            leave(self._producer)
+            discard(self._producer)
         if self._state is not None:
             self._state.close()
 
@@ -88,7 +88,7 @@ class EpochCommitter:
         """The state topic as it is now."""
         if self._producer is None:
             # First this, then the look at who owns the app: from here on another run cannot come in between.
-            self._producer = transactional(self._settings, f"{self._app}.run")
+            self._producer = transactional_producer(self._settings, f"{self._app}.run")
             consumer = self._settings.consumer(self._app)
             self._group = consumer.consumer_group_metadata()
             consumer.close()
@@ -105,23 +105,23 @@ class EpochCommitter:
             )
             self._state.restore()
         ends = self._cluster.ends(self._topic, partitions)
-        if not self._state.read_through({p: end - 1 for p, end in ends.items()}, 3 * TIMEOUT):
+        if not self._state.read_through({p: end - 1 for p, end in ends.items()}, 3 * REQUEST_SECONDS):
             raise BrokerError(f"topic {self._topic!r} gives no answer; the epoch's progress is not known")
         if self._state.successor is not None:
             raise TakenOverError(f"app {self._app!r} was taken over by another run; this one has ended")
         return self._state
 
-    def _write(self, offsets: list[TopicPartition], notes: list[Note]) -> None:
+    def _write(self, offsets: list[TopicPartition], notes: list[StateRecord]) -> None:
         try:
             self._producer.begin_transaction()
             for partition, name, value in notes:
                 self._producer.produce(
                     self._topic, value, name, partition=partition, headers=self._labels.of(name)
                 )
-            self._producer.send_offsets_to_transaction(offsets, self._group, 3 * TIMEOUT)
-            self._producer.commit_transaction(3 * TIMEOUT)
+            self._producer.send_offsets_to_transaction(offsets, self._group, 3 * REQUEST_SECONDS)
+            self._producer.commit_transaction(3 * REQUEST_SECONDS)
         except KafkaException as error:
-            leave(self._producer)
+            discard(self._producer)
             self._producer = None  # whatever was begun is aborted by the next one
             if is_fenced(error):
                 raise TakenOverError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keylane.engine.engine import Engine
     from keylane.state.ownership import Ownership
     from keylane.worker.commit import CommitBatch
-    from keylane.worker.task import TaskPlan
+    from keylane.worker.task_plan import TaskPlan
 
 
 class LastRecords(Contributor):

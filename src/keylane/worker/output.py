@@ -255,7 +255,7 @@ class KafkaOutput:
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """A record of the state topic."""
-        self._writer.note(partition, name, value, then)
+        self._writer.put_state(partition, name, value, then)
 
     def _hold(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
         """Results that do not go to the client at once: gathered, or sent alone."""

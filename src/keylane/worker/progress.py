@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from keylane.errors import BrokerError, FailureGuardError, SourceChangedError
 from keylane.kafka.client import TopicPartition
-from keylane.kafka.cluster import TIMEOUT
-from keylane.kafka.transactional_client import LASTS
+from keylane.kafka.cluster import REQUEST_SECONDS
+from keylane.kafka.transactional_client import TRANSACTION_SECONDS
 from keylane.lanes.lane_record import LaneStatus, RetryState
 from keylane.offsets.metadata import LIMIT, encode, stamp
 from keylane.offsets.range_progress import RangeProgress, RangeWatermark, SharedPartition, in_common
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from keylane.worker.commit import CommitBatch
     from keylane.worker.output import KafkaOutput
     from keylane.worker.session import WorkerSession
-    from keylane.worker.task import TaskPlan
+    from keylane.worker.task_plan import TaskPlan
 
 log = logging.getLogger("keylane.task")
 
@@ -62,7 +62,7 @@ _NAMED = 8
 """Partitions that a line names."""
 _STATE_RATE = 100_000.0
 """Characters of progress per second and partition that go to the state topic, about."""
-_STATE_WAIT = 3 * TIMEOUT
+_STATE_WAIT = 3 * REQUEST_SECONDS
 """Seconds for the transactions that are open in the state topic to end."""
 OFFSET_REFRESH_SECONDS = 3600.0
 """After this time an offset is committed again though it has not changed.
@@ -390,7 +390,7 @@ class ProgressTracker(Contributor):
         """Whether a record of this size may be written now; then the next one has to wait."""
         now, wait = time.monotonic(), size / _STATE_RATE
         if self._exact:  # what is in the transaction must be in its progress: the next one comes later
-            self.rest = max(self.rest, min(wait, LASTS / 4))
+            self.rest = max(self.rest, min(wait, TRANSACTION_SECONDS / 4))
         elif not last and now < self._not_before.get(partition, 0.0):
             self.withheld.add(partition)
             return False

@@ -16,7 +16,7 @@ from keylane.kafka.client import KafkaException
 from keylane.kafka.cluster import Cluster, introduce
 from keylane.kafka.rejection import NO_RULES, TopicRules, smallest_limit
 from keylane.kafka.settings import KafkaSettings
-from keylane.kafka.transactional_client import leave
+from keylane.kafka.transactional_client import discard
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.identity import AppIdentity
 from keylane.state.labels import Labels
@@ -165,7 +165,7 @@ class WorkerSession:
                     break
                 await asyncio.sleep(0.01)
         for client in self._replaced:
-            leave(client)
+            discard(client)
         self._replaced = []
 
     @property
@@ -219,7 +219,7 @@ class WorkerSession:
     def close(self) -> None:
         """Give everything up. A claim that still stands is fenced by whoever comes next."""
         for client in (*self._clients.values(), *self._replaced):
-            leave(client)
+            discard(client)
         self._clients, self._replaced = {}, []
         self.writer.close()
         self.consumer.close()

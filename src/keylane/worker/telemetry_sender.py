@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
     from keylane.spec import AppSpec
     from keylane.worker.progress import ProgressTracker
-    from keylane.worker.task import TaskPlan
+    from keylane.worker.task_plan import TaskPlan
 
 log = logging.getLogger("keylane.telemetry")
 

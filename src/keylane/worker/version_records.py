@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from keylane.engine.version_store import Name
     from keylane.engine.versions import Versions
-    from keylane.kafka.transactional_writer import Note
+    from keylane.kafka.transactional_writer import StateRecord
     from keylane.offsets.watermark import Watermark
     from keylane.policies.versions import VersionMark
     from keylane.spec import AppSpec
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from keylane.worker.commit import CommitBatch
     from keylane.worker.progress import ProgressTracker
     from keylane.worker.session import WorkerSession
-    from keylane.worker.task import TaskPlan
+    from keylane.worker.task_plan import TaskPlan
 
 log = logging.getLogger("keylane.task")
 
@@ -141,7 +141,7 @@ class VersionRecords(Contributor):
                 if not before.without([slots, *newer]):
                     batch.note(partition, name, None)
 
-    def of_redriven(self) -> list[Note]:
+    def of_redriven(self) -> list[StateRecord]:
         """The versions of redriven messages, whose progress in the source was written before: with their letters."""
         return [
             (partition, VERSION + key, mark.encode())

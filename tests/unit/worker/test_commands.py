@@ -20,7 +20,7 @@ from keylane.testing.log import MemoryLog
 from keylane.testing.sink import MemorySink
 from keylane.worker import commands
 from keylane.worker.commands import CommandExecutor
-from keylane.worker.task import TaskPlan
+from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
     import pytest

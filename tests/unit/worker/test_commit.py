@@ -20,7 +20,7 @@ from keylane.worker.uncommitted import UncommittedDeliveries
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-    from keylane.kafka.transactional_writer import Note
+    from keylane.kafka.transactional_writer import StateRecord
     from keylane.worker.commit import TopicRecord
 
 
@@ -38,20 +38,20 @@ class Writer:
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         async with self._lock:
             self.turns += 1
             yield
 
     async def commit_with(
-        self, offsets: Sequence[Any], notes: Sequence[Note], records: Sequence[TopicRecord]
+        self, offsets: Sequence[Any], state_records: Sequence[StateRecord], records: Sequence[TopicRecord]
     ) -> None:
         await asyncio.sleep(3600 if self.hangs else 0)
         self.meanwhile()
         if self.aborts:
             self.aborts -= 1
             raise AbortedError("lost on purpose")
-        self.committed += [*offsets, *notes, *records]
+        self.committed += [*offsets, *state_records, *records]
 
 
 class Counted(Contributor):

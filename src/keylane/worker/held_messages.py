@@ -1,0 +1,135 @@
+"""Messages that a task holds, by partition: accepted, evicted, done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from keylane.offsets.assignment import BUCKET, BUCKETS
+from keylane.offsets.range_progress import RangeWatermark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from keylane.engine.delivery import Delivery
+    from keylane.engine.engine import Engine
+    from keylane.kafka.fetcher import FetchedBatch, PartitionFlow
+    from keylane.message import Record
+    from keylane.offsets.watermark import Watermark
+
+_LOAD_SAMPLE_MESSAGES = 16
+"""One of this many messages is counted for its partition's load."""
+
+
+class HeldMessages:
+    """The one place that counts what was accepted and what is done, for every partition of a task.
+
+    A message that is done moves its partition's watermark and makes room for the fetcher. These are two moments with
+    ``exactly_once``: there is room only when the transaction is committed. An evicted message makes room at once, and
+    takes it again when it is fetched again; its offset is pending all the time.
+
+    Used on the loop. The fetcher's thread reads ``done``, ``bytes_done`` and ``evicted`` of the flows.
+    """
+
+    def __init__(
+        self,
+        flows: Mapping[int, PartitionFlow],
+        watermarks: Mapping[int, Watermark | RangeWatermark],
+        restored: Mapping[int, int],
+        *,
+        slot_of: Callable[[bytes | None, int], int],
+    ) -> None:
+        self._flows = flows
+        self._watermarks = watermarks
+        self._restored = restored  # the watermarks when the task began
+        self._slot_of = slot_of
+        self.load: dict[int, list[int]] = {p: [0] * BUCKETS for p in flows}
+        """Messages accepted, by partition and bucket of its ring; a sample, extrapolated."""
+
+    def accept(self, engine: Engine, batch: FetchedBatch) -> None:
+        """Hand fetched messages to the engine, without those of other ranges and those already done."""
+        if batch.records:  # one call for all partitions: a call for each costs three times as much
+            engine.skew.arrived(list(chain.from_iterable(batch.records.values())))
+        closed = engine.draining  # what arrives then is left to the next epoch
+        for partition, fetched in batch.records.items():
+            watermark, group = self._watermarks[partition], fetched
+            if isinstance(watermark, RangeWatermark):
+                group = watermark.own(fetched)
+                self._skip(partition, len(fetched) - len(group), _size(fetched) - _size(group))
+            if group and (watermark.restoring or group[0].offset() < self._restored[partition]):
+                group = self._unfinished(engine, partition, group)
+            if closed:
+                continue
+            if group:
+                self._count_load(partition, group)
+                watermark.deliver([record.offset() for record in group])
+                engine.accept(group)
+            watermark.reach(fetched[-1].offset() + 1)
+        if not closed:
+            for partition, end in batch.ends.items():
+                self._watermarks[partition].reach(end)
+
+    def _unfinished(self, engine: Engine, partition: int, group: list[Record]) -> list[Record]:
+        """The messages that are not done. Of the others the engine notes the event ids."""
+        watermark, restored = self._watermarks[partition], self._restored[partition]
+        wanted: list[Record] = []
+        done: list[Record] = []
+        for record in group:
+            offset = record.offset()
+            (wanted if offset >= restored and watermark.wanted(offset) else done).append(record)
+        engine.note_done_before(done)
+        self._skip(partition, len(done), _size(done))
+        return wanted
+
+    def _skip(self, partition: int, count: int, size: int) -> None:
+        """These were fetched and never accepted."""
+        flow = self._flows[partition]
+        flow.done += count
+        flow.bytes_done += size
+
+    def _count_load(self, partition: int, group: list[Record]) -> None:
+        load = self.load[partition]
+        for record in group[::_LOAD_SAMPLE_MESSAGES]:
+            load[self._slot_of(record.key(), record.offset()) // BUCKET] += _LOAD_SAMPLE_MESSAGES
+
+    def evicted(self, partition: int, count: int, size: int) -> None:
+        """Lanes keep only the offsets of these messages; negative numbers: they were fetched again."""
+        flow = self._flows[partition]
+        flow.done += count
+        flow.evicted += count
+        flow.bytes_done += size
+
+    def lost(self, partition: int, offsets: Collection[int]) -> None:
+        """Evicted messages that are no longer in the log."""
+        self._watermarks[partition].done(offsets)
+        self._flows[partition].done += len(offsets)
+
+    def done(self, deliveries: Iterable[Delivery]) -> None:
+        """Everything that these messages caused is durable."""
+        offsets: defaultdict[int, list[int]] = defaultdict(list)
+        for delivery in deliveries:
+            offsets[delivery.partition].append(delivery.offset)
+        for partition, group in offsets.items():
+            self._watermarks[partition].done(group)
+
+    def make_room(self, deliveries: Iterable[Delivery]) -> None:
+        """Nothing needs these messages any more: the fetcher may fetch others."""
+        flows = self._flows
+        for delivery in deliveries:
+            flow = flows[delivery.partition]
+            flow.done += 1
+            flow.bytes_done += len(delivery.record)  # type: ignore[arg-type]  # the client's have a size
+
+    @property
+    def pending(self) -> int:
+        """Messages accepted and not done, in memory or evicted."""
+        return sum(mark.pending for mark in self._watermarks.values())
+
+    def reached(self, until: Mapping[int, int]) -> bool:
+        """Whether every partition was read up to its offset in ``until``."""
+        return all(mark.position >= until[p] for p, mark in self._watermarks.items())
+
+
+def _size(records: Iterable[Record]) -> int:
+    return sum(map(len, records))  # type: ignore[arg-type]  # the client's messages have a size

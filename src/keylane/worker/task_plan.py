@@ -1,0 +1,54 @@
+"""The plan of one task: what it reads in one epoch, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from keylane.offsets.slots import ALL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.identity import AppIdentity
+    from keylane.offsets.slots import Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlan:
+    """What one task does in one epoch. The planner makes it and Spark takes it to the task."""
+
+    run: str
+    epoch: int
+    task: int
+    settings: KafkaSettings
+    identity: AppIdentity
+    """The source and the dead-letter topic, as they were when the epoch was planned."""
+    starts: Mapping[int, int]
+    """The task's partitions, and the offset where each begins if the group has no progress for it."""
+    cuts: Mapping[int, Slots] = field(default_factory=dict)
+    """The task's slots of partitions that several tasks share."""
+    until: Mapping[int, int] | None
+    """The offset where each partition ends, for a run over a backlog; None to read until the epoch is over."""
+    seconds: float
+    planned: float = 0.0
+    """Unix time of the plan. All tasks of an epoch end together, also those that Spark starts later."""
+    sink_limit: int
+    """The sink's ``max.message.bytes``."""
+    sink_stamps: bool = False
+    """Whether the sink gives records a timestamp of its own."""
+    outcomes: str = "all"
+    partitions: int
+    """How many partitions of the source the app reads in this epoch."""
+    former: tuple[int, ...] = ()
+    """Earlier partition counts of the source."""
+    order: int = 0
+    """The number of the last replan command that the plan takes into account."""
+    since: Mapping[int, int] = field(default_factory=dict)
+    """Where the state topic says that the app belongs to this run, by partition."""
+
+    @property
+    def slots(self) -> dict[int, Slots]:
+        """The task's slots of each partition."""
+        return {p: self.cuts.get(p, ALL) for p in self.starts}
