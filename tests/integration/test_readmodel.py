@@ -1,4 +1,4 @@
-"""Read models as Spark tables: shuffled, repeated and cut off in the middle, the rows are the same."""
+"""Read models as Spark tables: shuffled, repeated and interrupted input gives the same rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DDL = (
 
 @pytest.fixture
 def few(spark: SparkSession) -> Iterator[SparkSession]:
-    """For little data: compiling a query would take longer than running it."""
+    """Spark settings for little data: compiling a query would take longer than running it."""
     quick = {
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.codegen.wholeStage": "false",
@@ -80,7 +80,7 @@ def whole(table: SparkTable) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_shuffled_repeated_and_cut_input_gives_the_identical_table(few: SparkSession, tmp_path: Path) -> None:
+def test_shuffled_and_repeated_input_gives_the_same_table(few: SparkSession, tmp_path: Path) -> None:
     rng = random.Random(7)
     events = many_events(rng, 600, 40)
     plain = ORDERS.table(few, tmp_path / "plain")
@@ -101,21 +101,21 @@ def test_shuffled_repeated_and_cut_input_gives_the_identical_table(few: SparkSes
     for at in (0, 450):
         other.merge(frame(few, wild[at : at + 450]))
     assert whole(other) == whole(plain), "byte for byte"
-    assert len(list((tmp_path / "other" / "data").iterdir())) < 2, "what nobody reads any more is gone"
+    assert len(list((tmp_path / "other" / "data").iterdir())) < 2, "replaced snapshots were not removed"
 
     view = plain.view()
     assert few.sql("SELECT status FROM orders WHERE order_id = 'o1'").first() == (expected["o1"]["status"],)
     assert view.columns[0] == "order_id"
-    with pytest.raises(SettingsError, match="has a table of another model than 'orders' is now"):
+    with pytest.raises(SettingsError, match="has a table of another model than 'orders'"):
         ReadModel("orders", fields={"OrderPaid": {"paid_at": datetime}}).table(few, tmp_path / "plain")
     with pytest.raises(SettingsError, match="has no column 'value'"):
         plain.merge(few.range(1).selectExpr("'k' AS key"))
-    with pytest.raises(SettingsError, match="'timestamp' is a bigint, where a timestamp is needed"):
+    with pytest.raises(SettingsError, match="'timestamp' must be a timestamp, got a bigint"):
         plain.merge(few.range(1).selectExpr("'k' AS key", "'v' AS value", "id AS timestamp"))
 
 
 @pytest.mark.timeout(120)
-def test_a_topic_is_followed_and_neither_a_crash_nor_a_shuffled_replay_shows_in_the_table(
+def test_table_survives_crashes_and_shuffled_replays(
     few: SparkSession,
     broker: Broker,
     log: Log,
@@ -151,7 +151,7 @@ def test_a_topic_is_followed_and_neither_a_crash_nor_a_shuffled_replay_shows_in_
     sent = log.send(f"{name}.in", [*load[:200], bad])
     runner.run()
     first = from_sink.update(f"{name}.out", bootstrap=broker.bootstrap)
-    assert first.refused == 0 < first.events < 200, "the bad one became a dead letter"
+    assert first.refused == 0 < first.events < 200, "the malformed event must be a dead letter"
     held, before = from_sink.frame(), rows_of(from_sink)
 
     sent += log.send(f"{name}.in", load[200:])
@@ -164,25 +164,25 @@ def test_a_topic_is_followed_and_neither_a_crash_nor_a_shuffled_replay_shows_in_
         patch.setattr(from_sink._snapshots, "publish", dies)
         with pytest.raises(KeyboardInterrupt):
             from_sink.update(f"{name}.out", bootstrap=broker.bootstrap)
-    assert rows_of(ORDERS.table(few, tmp_path / "sink")) == before, "no half table"
+    assert rows_of(ORDERS.table(few, tmp_path / "sink")) == before, "an interrupted update changed the table"
 
     second = from_sink.update(f"{name}.out", bootstrap=broker.bootstrap)
-    assert 0 < second.events <= 200, "only what is new is read"
+    assert 0 < second.events <= 200, "old events were read again"
     again = ORDERS.table(few, tmp_path / "sink").update(f"{name}.out", bootstrap=broker.bootstrap)
-    assert (again.events, again.snapshot) == (0, second.snapshot), "nothing is new, nothing is written"
+    assert (again.events, again.snapshot) == (0, second.snapshot), "a snapshot was written without new events"
     following = from_source.start(f"{name}.in", every=60, bootstrap=broker.bootstrap)
-    wait_until(lambda: from_source._current() is not None, 30, "it follows")
+    wait_until(lambda: from_source._current() is not None, 30, "the first update")
     following.stop()
     assert not following.isActive
-    assert "1 of " in caplog.text
-    assert "OrderPlaced: the value is no JSON" in caplog.text
+    assert "refused=1 " in caplog.text
+    assert "OrderPlaced: the value is not JSON" in caplog.text
     # The rank holds the event id, and that of a result names its app first.
     assert whole(from_source) == whole(from_sink).replace(f" {name}/".encode(), b" ")
     placed = [{**event, "topic": f"{name}.in"} for event in with_places(events, sent)]
     expected = folded([as_message(event) for event in placed])
     assert rows_of(from_sink) == [expected[key] for key in sorted(expected)]
     assert sorted(map(repr, held.toArrow().to_pylist())) == sorted(map(repr, before)), (
-        "a reader keeps what it has"
+        "an update changed the frame of a reader"
     )
 
     before_replay = whole(from_sink)
@@ -194,19 +194,19 @@ def test_a_topic_is_followed_and_neither_a_crash_nor_a_shuffled_replay_shows_in_
     judge(sent)
     log.delete(f"{name}.out")
     log.create(f"{name}.out", partitions=3)
-    with pytest.raises(DataLossError, match="was made anew"):
+    with pytest.raises(DataLossError, match="the topic was recreated"):
         from_sink.update(f"{name}.out", bootstrap=broker.bootstrap)
 
 
 def with_places(events: list[dict[str, Any]], sent: list[Any]) -> list[dict[str, Any]]:
-    """Events as they lie in the log: those of a key in the order in which they were sent."""
+    """Events with their positions in the log, where those of a key are in the order of sending."""
     places: dict[bytes, list[tuple[int, int]]] = {}
     for one in sorted(sent, key=lambda one: one[1:]):
         places.setdefault(one.key, []).append((one.partition, one.offset))
     extra = places[events[0]["key"]]
     found = []
     for number, event in enumerate(events):
-        if number == 200:  # the bad one of this key lies here
+        if number == 200:  # skip the malformed event of this key
             extra.pop(0)
         partition, offset = places[event["key"]].pop(0)
         found.append({**event, "partition": partition, "offset": offset})
@@ -215,7 +215,7 @@ def with_places(events: list[dict[str, Any]], sent: list[Any]) -> list[dict[str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_page_about_read_models_holds(
+def test_examples_of_the_read_model_page_run(
     spark: SparkSession, broker: Broker, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -243,10 +243,8 @@ def test_the_page_about_read_models_holds(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_driver_that_is_killed_while_it_writes_never_leaves_half_a_table(
-    few: SparkSession, tmp_path: Path
-) -> None:
-    """A process merges the same events again and again, and is killed at any moment; every look finds all of them."""
+def test_killed_driver_never_leaves_a_partial_table(few: SparkSession, tmp_path: Path) -> None:
+    # Another process merges the same events repeatedly and is killed at random moments.
     plain = ORDERS.table(few, tmp_path / "plain")
     events = many_events(random.Random(1), 600, 40)
     plain.merge(frame(few, events))
@@ -260,7 +258,7 @@ def test_a_driver_that_is_killed_while_it_writes_never_leaves_half_a_table(
             start_new_session=True,
         )
         try:
-            wait_until(lambda at=number: other._current().number > at + 1, 60, "it merges")  # type: ignore[misc,union-attr]
+            wait_until(lambda at=number: other._current().number > at + 1, 60, "two merges")  # type: ignore[misc,union-attr]
             time.sleep(0.2 * turn)
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Read models: a table with a row per key, in which every event type writes fields of its own.
+"""Read models: tables with a row per key, in which every event type writes fields of its own.
 
-Whoever writes one ``status`` from many events needs them in order. Here ``OrderPaid`` writes ``paid_at`` and nobody
-else does; the status is derived when it is read. Of two events of one type the one of the higher *rank* counts: its
-version, else its time, then its event id. A rank says nothing of when the event arrived, so the table is the same
-whatever came first, twice or again.
+The table is the same whatever the order and the repetition of its events. To update one ``status`` from several event
+types, the events would have to be in order; here only ``OrderPaid`` writes ``paid_at``, and the status is derived when
+it is read. Of two events of one type the one with the higher *rank* counts: by version, then time, then event id. The
+rank does not depend on when the event arrived.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
     Reader = Callable[[Message], Any]
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}")
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}")
 _STATUS = "status"
-_NONE = "-"
-"""Sorts before every digit: an event without a version, or without a time, comes before those that have one."""
+_MISSING = "-"
+"""Stands for a missing version or time in a rank. It sorts before every digit."""
 
 
 class Facts(NamedTuple):
-    """What one event says: the fields of its type, whole, and its place among the events of that type."""
+    """The fields that one event writes, and its rank among the events of its type."""
 
     key: str
     type: str
@@ -49,30 +49,30 @@ class Facts(NamedTuple):
 
 
 class ReadModel:
-    """A table with a row per key, made of events that may come in any order and any number of times.
+    """A table with a row per key, built from events that may come in any order and any number of times.
 
     >>> orders = ReadModel(
     ...     "orders",
     ...     key="order_id",
     ...     fields={
-    ...         "OrderPlaced": {"placed_at": datetime, "total": int, "city": Fact(str, "address.city")},
+    ...         "OrderPlaced": {"placed_at": datetime, "total": int, "city": ReadModelField(str, "address.city")},
     ...         "OrderPaid": {"paid_at": datetime},
     ...     },
     ...     status={"placed": "placed_at", "paid": "paid_at"},
     ... )
 
-    ``fields`` are those that each event type writes, as ``int``, ``float``, ``str``, ``bool``, ``datetime`` or a
-    :class:`ReadModelField`. A type alone means: under this name in the event's value (JSON, or what the app decodes),
-    and for ``datetime`` the time of the event. A field belongs to one event type. The fields of a type are written
-    together: of two ``OrderPlaced`` of a key the one of the higher rank counts, whole.
+    * ``fields``: what each event type writes, as ``int``, ``float``, ``str``, ``bool``, ``datetime`` or a
+      :class:`ReadModelField`. A plain type is read from the event's value (JSON, or what the app decodes) under the
+      field's name; a plain ``datetime`` is the time of the event. A field belongs to one event type. The fields of a
+      type are written together: of two ``OrderPlaced`` of a key, all come from the one with the higher rank.
+    * ``status``: derived when it is read. With ``{"paid": "paid_at"}`` the state with the latest time counts, and
+      among equal times the one declared last. It may also be an SQL expression over the fields.
+    * ``key``: the name of the key's column.
+    * ``event_type`` and ``version``: names of headers, or functions of the message such as :class:`Field`.
+    * ``time``: a function of the message for the event's time (text with a zone, or a datetime); without it, the
+      message's timestamp.
 
-    ``status`` is derived when it is read: from times, ``{"paid": "paid_at"}``, the latest of them counts, of equal ones
-    the one named last; or an SQL expression over the fields. ``key`` is what the key's column is called.
-
-    ``event_type`` and ``version`` are names of headers or functions of the message such as :class:`Field`, ``time`` is
-    one for the time of the event (text with its zone, or a datetime); without it the message's timestamp is taken.
-
-    Raises :class:`SettingsError` for what cannot work.
+    Raises :class:`SettingsError` for settings that cannot work.
     """
 
     def __init__(
@@ -97,10 +97,12 @@ class ReadModel:
         for what, given in readers.items():
             if not callable(given) and (not isinstance(given, str) or not given):
                 raise SettingsError(
-                    f"{where}: {what}={given!r} is no header's name and no function of a message"
+                    f"{where}: {what} must be the name of a header or a function of a message, got {given!r}"
                 )
         if time is not None and not callable(time):
-            raise SettingsError(f"{where}: time={time!r} is no function of a message; write time=Field('at')")
+            raise SettingsError(
+                f"{where}: time must be a function of a message, got {time!r}; write time=Field('at')"
+            )
         self.event_type = event_type
         self.version = version
         self.time = time
@@ -108,7 +110,7 @@ class ReadModel:
             kind: [(fact, Field(fact.path or name)) for name, fact in facts.items()]
             for kind, facts in self.fields.items()
         }
-        self._bare = {  # event types whose facts do not need the value
+        self._without_value = {  # event types whose fields are not in the value
             kind
             for kind, facts in self.fields.items()
             if all(fact.is_time_of_event for fact in facts.values())
@@ -121,12 +123,12 @@ class ReadModel:
         return {name: fact for facts in self.fields.values() for name, fact in facts.items()}
 
     def rank_column(self, event_type: str) -> str:
-        """Where a table keeps the rank of the event that wrote the fields of this type."""
+        """The column with the rank of the event that wrote the fields of this type."""
         return f"_{event_type}"
 
     @property
     def form(self) -> str:
-        """What has to be the same for two tables to be of the same model."""
+        """A text that is equal for two models whose tables are interchangeable."""
         facts = {
             kind: {name: [fact.kind.__name__, fact.path] for name, fact in facts.items()}
             for kind, facts in self.fields.items()
@@ -135,7 +137,7 @@ class ReadModel:
         return json.dumps([self.key, facts, readers], sort_keys=True)
 
     def facts(self, msg: Message) -> Facts | None:
-        """What this event says; None when its type is none of the model's.
+        """The fields that this event writes; None when its type is not in the model.
 
         Raises :class:`Poison`, which names the field, when the event does not fit.
         """
@@ -148,8 +150,8 @@ class ReadModel:
         try:
             key = msg.key.decode()
         except UnicodeDecodeError:
-            raise Poison(f"{kind}: the key {msg.key!r:.60} is no UTF-8") from None
-        value = None if kind in self._bare else _decoded(kind, msg.value)
+            raise Poison(f"{kind}: the key {msg.key!r:.60} is not UTF-8") from None
+        value = None if kind in self._without_value else _decoded(kind, msg.value)
         try:
             time = self._time(msg, value)
             version = self._version(msg, value)
@@ -169,15 +171,15 @@ class ReadModel:
             return self.status
         names = {state: f"{quote}{field}{quote}" for state, field in self.status.items()}
         cases = []
-        for state, mine in reversed(names.items()):
-            others = [f"({other} IS NULL OR {mine} >= {other})" for other in names.values() if other != mine]
-            said = state.replace("'", "''")
-            cases.append(f"WHEN {' AND '.join([f'{mine} IS NOT NULL', *others])} THEN '{said}'")
+        for state, own in reversed(names.items()):
+            others = [f"({other} IS NULL OR {own} >= {other})" for other in names.values() if other != own]
+            text = state.replace("'", "''")
+            cases.append(f"WHEN {' AND '.join([f'{own} IS NOT NULL', *others])} THEN '{text}'")
         return f"CASE {' '.join(cases)} END"
 
     def sqlite(self, path: str | Path, *, timeout: float = 30.0) -> SqliteTable:
-        """The model in a SQLite file, for handlers: see :class:`keylane.readmodel.sqlite.SqliteTable`."""
-        from keylane.readmodel.sqlite import SqliteTable  # noqa: PLC0415 - for who asks for it
+        """The model in a SQLite file, for use in handlers: see :class:`keylane.readmodel.sqlite.SqliteTable`."""
+        from keylane.readmodel.sqlite import SqliteTable  # noqa: PLC0415 - needed only from here on
 
         return SqliteTable(self, path, timeout=timeout)
 
@@ -209,22 +211,21 @@ class ReadModel:
         if reader is None:
             found = msg.timestamp
             return None if found is None else from_milliseconds(found)
-        told = reader.inside(value) if isinstance(reader, Field) else reader(msg)
-        return None if told is None else parse_time("the event's time", told)
+        given = reader.inside(value) if isinstance(reader, Field) else reader(msg)
+        return None if given is None else parse_time("the event's time", given)
 
     def __repr__(self) -> str:
         return f"ReadModel({self.name!r}, fields={[*self.columns]})"
 
 
 def _rank(version: int | None, time: datetime | None, event_id: str, values: tuple[Any, ...]) -> str:
-    """Text that sorts by version, then time, then event id; two ranks are equal only when everything is.
+    """Text that sorts by version, then time, then event id. Ranks are equal only when the values are, too.
 
-    The values are in it too: of two events that share an id, a version and a time and still differ, all tables have
-    to keep the same one.
+    It includes a hash of the values, so that all tables keep the same one of two events that differ only in them.
     """
-    said = _NONE if version is None else f"{version:019d}"
-    when = _NONE if time is None else sortable(time)
-    return f"{said} {when} {event_id} {blake3(repr(values).encode()).hexdigest(length=8)}"
+    version_text = _MISSING if version is None else f"{version:019d}"
+    time_text = _MISSING if time is None else sortable(time)
+    return f"{version_text} {time_text} {event_id} {blake3(repr(values).encode()).hexdigest(length=8)}"
 
 
 def _needed(name: str, time: datetime | None) -> datetime:
@@ -239,7 +240,7 @@ def _decoded(kind: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise Poison(f"{kind}: the value is no JSON: {error}") from None
+        raise Poison(f"{kind}: the value is not JSON: {error}") from None
 
 
 def _shown(reader: object) -> str:
@@ -249,38 +250,42 @@ def _shown(reader: object) -> str:
 
 
 def _check_name(where: str, what: str, name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
         raise SettingsError(
-            f"{where}: {what}={name!r} cannot name a table or column; use up to 63 letters, digits and _, beginning "
-            "with a letter"
+            f"{where}: {what}={name!r} cannot name a table or column: expected a letter, then up to 62 letters, digits "
+            "and _"
         )
 
 
 def _fields(where: str, given: object, key: str) -> dict[str, dict[str, ReadModelField]]:
     like = "fields={'OrderPaid': {'paid_at': datetime}}"
     if not isinstance(given, Mapping) or not given:
-        raise SettingsError(f"{where}: fields={given!r}; name what each event type writes: {like}")
+        raise SettingsError(
+            f"{where}: fields must name what each event type writes, got {given!r}; write {like}"
+        )
     owners = {key.lower(): "the key", _STATUS: "the status"}
     types: dict[str, str] = {}
     found: dict[str, dict[str, ReadModelField]] = {}
     for kind, facts in given.items():
         if not isinstance(kind, str) or not kind:
-            raise SettingsError(f"{where}: {kind!r} is no event type; write {like}")
+            raise SettingsError(f"{where}: an event type must be text, got {kind!r}; write {like}")
         if kind.lower() in types:
             raise SettingsError(
-                f"{where}: the event types {types[kind.lower()]!r} and {kind!r} differ in upper and lower case only, "
-                "which columns do not"
+                f"{where}: the event types {types[kind.lower()]!r} and {kind!r} differ only in upper and lower case, "
+                "which column names ignore"
             )
         types[kind.lower()] = kind
         if not isinstance(facts, Mapping) or not facts:
-            raise SettingsError(f"{where}: {kind!r} writes no field: {facts!r}; write {like}")
+            raise SettingsError(
+                f"{where}: {kind!r} must write at least one field, got {facts!r}; write {like}"
+            )
         found[kind] = {}
         for name, fact in facts.items():
             _check_name(f"{where}, {kind!r}", "field", name)
             if name.lower() in owners:
                 raise SettingsError(
-                    f"{where}: the field {name!r} of {kind!r} belongs to {owners[name.lower()]} already; fields that "
-                    "two event types write would need their events in order: give each its own"
+                    f"{where}: the field {name!r} of {kind!r} already belongs to {owners[name.lower()]}. A field of "
+                    "two event types would need their events in order: give each type a field of its own"
                 )
             owners[name.lower()] = repr(kind)
             if not isinstance(fact, ReadModelField):
@@ -288,8 +293,8 @@ def _fields(where: str, given: object, key: str) -> dict[str, dict[str, ReadMode
                     fact = ReadModelField(fact)  # noqa: PLW2901
                 except SettingsError:
                     raise SettingsError(
-                        f"{where}: the field {name!r} of {kind!r} is {fact!r}; it is int, float, str, bool, datetime, "
-                        "or Fact(int, 'where.it.is')"
+                        f"{where}: the field {name!r} of {kind!r} must be int, float, str, bool, datetime or "
+                        f"ReadModelField(int, 'its.path'), got {fact!r}"
                     ) from None
             found[kind][name] = fact
     return found
@@ -302,19 +307,20 @@ def _status(
         return given
     if not isinstance(given, Mapping) or not given:
         raise SettingsError(
-            f"{where}: status={given!r}; write status={{'paid': 'paid_at'}}, or an SQL expression over the fields"
+            f"{where}: status must be states by time or an SQL expression over the fields, got {given!r}; write "
+            "status={'paid': 'paid_at'}"
         )
     kinds = {name: fact.kind for facts in fields.values() for name, fact in facts.items()}
     for state, field in given.items():
         if not isinstance(state, str) or not state:
-            raise SettingsError(f"{where}: status: {state!r} is no text")
+            raise SettingsError(f"{where}: status: a state must be text, got {state!r}")
         if kinds.get(field) is not datetime:
             times = [name for name, kind in kinds.items() if kind is datetime]
             near = difflib.get_close_matches(str(field), times, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(times) or 'none'}"
+            hint = f"did you mean {near[0]!r}?" if near else f"the model has {', '.join(times) or 'no times'}"
             raise SettingsError(
-                f"{where}: status: {state!r} goes by {field!r}, which is none of the times; {hint}"
+                f"{where}: status: {state!r} needs a time of the model, got {field!r}; {hint}"
             )
     if len(set(given.values())) < len(given):
-        raise SettingsError(f"{where}: status: two states go by the same time")
+        raise SettingsError(f"{where}: status: every state needs a time of its own, got {dict(given)!r}")
     return dict(given)

@@ -1,7 +1,7 @@
-"""A table as a row of snapshots: each is whole, and a small pointer file says which one counts.
+"""Snapshots of a table: each is complete, and a small pointer file says which one is current.
 
-A snapshot is written into a folder of its own that nobody looks at; then its pointer appears under the next number, by
-a rename. Who reads takes the pointer with the highest number, and keeps reading that snapshot whatever comes after it.
+A snapshot is written into a new folder. Then a rename publishes its pointer under the next number. A reader takes the
+pointer with the highest number and keeps reading that snapshot, whatever is published later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _POINTER = re.compile(r"(\d{12})\.json")
-_LEFT_OVER = 3600.0
-"""Seconds until a folder without a pointer is taken for the rest of a crash."""
+_ORPHAN_AGE_SECONDS = 3600.0
+"""The age at which a folder without a pointer counts as left over from a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
-    """The snapshot that counts: its folder, the model's form, and where reading of each topic goes on."""
+    """A published snapshot: its folder, the model's form, and the next offset to read of each topic."""
 
     number: int
     folder: str
@@ -40,10 +40,10 @@ class Pointer:
 
 @wire.decoder
 def decode_pointer(number: int, value: bytes) -> Pointer:
-    """What a pointer's file says. Raises MalformedRecordError.
+    """Decode a pointer file. Raises MalformedRecordError.
 
-    The folder is a name that :meth:`Snapshots.new_folder` made, never a path: it is removed one day, with all that is
-    in it.
+    The folder must be a name from :meth:`Snapshots.new_folder` and never a path, because it is removed later with all
+    its files.
     """
     folder, form, offsets = wire.fields(wire.loads(value), "folder", "form", "offsets")
     if not _FOLDER.fullmatch(wire.text(folder)):
@@ -56,16 +56,16 @@ def decode_pointer(number: int, value: bytes) -> Pointer:
 
 
 class Snapshots:
-    """The snapshots under one folder, of any file system that Spark can write to.
+    """The snapshots under one folder, on any file system that Spark can write to.
 
-    Two writers at once do no harm: each writes a snapshot that is whole and says how far it has read. The one whose
-    pointer comes later counts, and what the other one had read is read again.
+    Two concurrent writers are safe: each writes a complete snapshot with the offsets it has read. The later pointer
+    becomes current, and the other writer's events are read again.
     """
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._spark = spark
         context: Any = spark.sparkContext
-        self._hadoop = context._jvm.org.apache.hadoop.fs  # noqa: SLF001 - no other way to Spark's file systems
+        self._hadoop = context._jvm.org.apache.hadoop.fs  # noqa: SLF001 - the only way to Spark's file systems
         root = self._hadoop.Path(path)
         self._files = root.getFileSystem(context._jsc.hadoopConfiguration())  # noqa: SLF001
         self.root = self._files.makeQualified(root).toString()
@@ -76,49 +76,54 @@ class Snapshots:
         return uuid.uuid4().hex
 
     def data(self, folder: str) -> str:
-        """Where the snapshot of this name is."""
+        """The path of a snapshot."""
         return f"{self.root}/data/{folder}"
 
     def current(self) -> Pointer | None:
-        """None when there is no snapshot yet."""
+        """The current snapshot; None when there is none yet."""
         found = self._pointers()
         return self._read(max(found)) if found else None
 
     def publish(self, folder: str, form: str, offsets: Mapping[str, Mapping[str, int]]) -> Pointer:
-        """Make this snapshot the one that counts."""
+        """Make this snapshot current. Raises :class:`KeylaneError` when another writer took its number."""
         number = max(self._pointers(), default=0) + 1
         pointer = Pointer(number=number, folder=folder, form=form, offsets=offsets)
         text = json.dumps({"folder": folder, "form": form, "offsets": offsets}).encode()
         new = self._path("pointers", f"new-{uuid.uuid4().hex}")
-        stream = self._files.create(new, False)  # never over another
+        stream = self._files.create(new, False)  # never overwrite
         stream.write(bytearray(text))
         stream.close()
         if not self._files.rename(new, self._path("pointers", f"{number:012d}.json")):
             raise KeylaneError(
-                f"{self.root}: another update has just written snapshot {number}; update again"
+                f"{self.root}: another update has just published snapshot {number}; update again"
             )
         return pointer
 
     def tidy(self, retain: float) -> int:
-        """Remove what has not counted for so many seconds, and what crashes have left; returns how many snapshots."""
+        """Remove leftovers of crashes, and snapshots that were replaced more than ``retain`` seconds ago.
+
+        Returns the number of removed snapshots.
+        """
         pointers, now = self._pointers(), time.time()
         numbers = sorted(pointers)
-        # A snapshot counted until the next one did.
-        old = [one for one, then in itertools.pairwise(numbers) if now - pointers[then] > retain]
-        gone = 0
+        # A snapshot was current until the next one was published.
+        old = [
+            number for number, following in itertools.pairwise(numbers) if now - pointers[following] > retain
+        ]
+        removed = 0
         for number in old:
             name = self._read(number).folder
             self._remove("pointers", f"{number:012d}.json")
-            gone += self._remove("data", name)
-        named = {self._read(number).folder for number in numbers if number not in old}
-        for below, known in (("data", named), ("pointers", {f"{number:012d}.json" for number in numbers})):
+            removed += self._remove("data", name)
+        current = {self._read(number).folder for number in numbers if number not in old}
+        for below, known in (("data", current), ("pointers", {f"{number:012d}.json" for number in numbers})):
             for name, at in self._list(below).items():
-                if name not in known and now - at > _LEFT_OVER:
+                if name not in known and now - at > _ORPHAN_AGE_SECONDS:
                     self._remove(below, name)
-        return gone
+        return removed
 
     def _pointers(self) -> dict[int, float]:
-        """Their numbers, and when each was written."""
+        """When each pointer was written, by its number."""
         listed = self._list("pointers").items()
         return {int(found[1]): at for name, at in listed if (found := _POINTER.fullmatch(name))}
 
@@ -126,14 +131,14 @@ class Snapshots:
         path = self._path("pointers", f"{number:012d}.json")
         stream = self._files.open(path)
         try:
-            told = bytes(stream.readAllBytes())
+            content = bytes(stream.readAllBytes())
         finally:
             stream.close()
         try:
-            return decode_pointer(number, told)
+            return decode_pointer(number, content)
         except wire.MalformedRecordError as error:
             raise KeylaneError(
-                f"{path}: expected a pointer to a snapshot: {error}. Without the file the one before counts"
+                f"{path}: expected a pointer to a snapshot: {error}. Remove the file to use the snapshot before it"
             ) from error
 
     def _list(self, below: str) -> dict[str, float]:
@@ -146,7 +151,7 @@ class Snapshots:
         }
 
     def _remove(self, *names: str) -> int:
-        return int(self._files.delete(self._path(*names), True))  # and what is in it
+        return int(self._files.delete(self._path(*names), True))  # recursive
 
     def _path(self, *names: str) -> Any:
         return self._hadoop.Path("/".join([self.root, *names]))

@@ -1,4 +1,4 @@
-"""A read model as a Parquet table: events merged in, from topics or frames, in any order, any number of times."""
+"""Read model as a Parquet table, into which events of topics or DataFrames are merged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ARROW = {
     int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), datetime: pa.timestamp("us", tz="UTC"),
 }  # fmt: skip
 _REFUSED = "_refused"
-_TAKEN = {
+_INPUT_COLUMNS = {
     "key": "binary",
     "value": "binary",
     "headers": "array<struct<key:string,value:binary>>",
@@ -50,32 +50,32 @@ _TAKEN = {
     "offset": "bigint",
     "event_id": "binary",
 }
-"""The columns that are looked at, and what they are cast to; null where a frame has none of the name."""
-_KNOWN = ("every", "bootstrap")
+"""The columns that are read, with their types; a column that a frame does not have is null."""
+_OWN_OPTIONS = ("every", "bootstrap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """What an update did."""
+class MergeResult:
+    """The result of an update."""
 
     events: int
-    """Events of the model's types, the refused ones among them."""
+    """Events of the model's types, including the refused ones."""
     refused: int
-    """Events that did not fit, and are not in the table."""
+    """Events that did not fit and were left out."""
     why: str | None
-    """Of one of those: where it is, and why."""
+    """The position of one of those, and why it was refused."""
     snapshot: int
-    """The number of the snapshot that counts now; 0 before the first."""
+    """The number of the current snapshot; 0 before the first."""
 
 
 class SparkTable:
     """A read model in a folder: Parquet, with a row per key.
 
-    :meth:`update` merges what a topic has had since the last time, :meth:`start` does so again and again; :meth:`merge`
-    takes any DataFrame. :meth:`frame` reads it, :meth:`view` makes it known to SQL under the model's name.
+    :meth:`update` merges the new events of a topic, :meth:`start` does so repeatedly, and :meth:`merge` takes any
+    DataFrame. :meth:`frame` reads the table; :meth:`view` registers it for SQL.
 
-    An update writes a whole new snapshot and then switches to it, with the offsets in the same small file: a crash in
-    the middle leaves the table as it was. Who reads keeps the snapshot that was there when the frame was made, for
+    An update writes a complete new snapshot and then switches to it, with the offsets in the same file: a crash in
+    between leaves the table unchanged. A frame keeps reading the snapshot of its creation, which is kept for
     ``retain`` seconds after it was replaced.
 
     Raises :class:`SettingsError` when the folder has a table of another model.
@@ -85,7 +85,9 @@ class SparkTable:
         self, model: ReadModel, spark: SparkSession, path: str | Path, *, retain: float = 600.0
     ) -> None:
         if type(retain) not in (int, float) or not 0 <= retain < inf:
-            raise SettingsError(f"{model.name}: retain={retain!r}: needs seconds, 0 or more")
+            raise SettingsError(
+                f"{model.name}: retain must be a number of seconds, 0 or more, got {retain!r}"
+            )
         self.model = model
         self._spark = spark
         self._retain = retain
@@ -94,7 +96,7 @@ class SparkTable:
         self._current()
 
     def frame(self) -> DataFrame:
-        """The key, the fields and the status, as they are now. It stays as it is; ask again for what is newer."""
+        """The key, the fields and the status of the current snapshot. A later update does not change the frame."""
         model = self.model
         shown = [f.col(_quoted(name)) for name in (model.key, *model.columns)]
         status = model.status_sql("`")
@@ -103,47 +105,53 @@ class SparkTable:
         return self._before(self._current()).select(*shown)
 
     def view(self, name: str | None = None) -> DataFrame:
-        """Make :meth:`frame` a temporary view, of the model's name if not given, in this session."""
+        """Register :meth:`frame` as a temporary view of this session, by default under the model's name."""
         found = self.frame()
         found.createOrReplaceTempView(name or self.model.name)
         return found
 
-    def merge(self, df: DataFrame) -> Merged:
-        """Merge the events of a frame: columns ``key`` and ``value``, and ``headers``, ``timestamp``, ``topic``,
-        ``partition``, ``offset`` as ``keylane.topic`` has them, ``event_id`` if there is such a column.
-        """  # noqa: D205 - one sentence
+    def merge(self, df: DataFrame) -> MergeResult:
+        """Merge the events of a DataFrame.
+
+        It needs the columns ``key`` and ``value``. The columns ``headers``, ``timestamp``, ``topic``, ``partition`` and
+        ``offset``, as in ``keylane.topic``, and ``event_id`` are used if they exist.
+        """
         given: object = df
         if not isinstance(given, DataFrame) or given.isStreaming:
             raise SettingsError(
-                f"{self.model.name}: merge() needs a DataFrame that is a table; a topic is followed by start(topic)"
+                f"{self.model.name}: merge() needs a DataFrame that is not streaming; follow a topic with start(topic)"
             )
         pointer = self._current()
         return self._merge(df, pointer, pointer.offsets if pointer is not None else {})
 
-    def update(self, topic: str, *, bootstrap: str | None = None, **options: Any) -> Merged:
-        """Merge what the topic has had since the last update; the first time, all that it has.
+    def update(self, topic: str, *, bootstrap: str | None = None, **options: Any) -> MergeResult:
+        """Merge the topic's events since the last update; the first update merges all of them.
 
-        The topic is an app's source, or the sink of one whose results are events. Only what is committed is read. An
-        event that does not fit is left out, counted and told. ``bootstrap`` is the broker's address, or the
-        environment's ``KEYLANE_BOOTSTRAP``; options that begin with ``kafka.`` go to the client.
+        The topic is an app's source, or the sink of an app whose results are events. Only committed messages are read.
+        An event that does not fit is left out, counted and logged. ``bootstrap`` is the broker's address, by default
+        the environment's ``KEYLANE_BOOTSTRAP``; options that begin with ``kafka.`` go to the client.
 
-        Raises :class:`BrokerError` when there is no answer or no such topic, :class:`keylane.errors.DataLossError` when
-        the topic was made anew, and Spark's error when messages were deleted before they were merged.
+        Raises :class:`BrokerError` when no broker answers or the topic does not exist,
+        :class:`keylane.errors.DataLossError` when the topic was recreated, and Spark's error when messages were
+        deleted before they were merged.
         """
-        settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: update()")
+        settings = settings_from_options(
+            bootstrap, options, known=_OWN_OPTIONS, what=f"{self.model.name}: update()"
+        )
         pointer = self._current()
         offsets = dict(pointer.offsets) if pointer is not None else {}
         begun = {int(partition): at for partition, at in offsets.get(topic, {}).items()}
-        extent = OffsetResolver(settings, TopicSelection(topics=(topic,)), committed=True)
-        ends = {partition: end for (_, partition), end in extent.latest(extent.places()).items()}
+        resolver = OffsetResolver(settings, TopicSelection(topics=(topic,)), committed=True)
+        ends = {partition: end for (_, partition), end in resolver.latest(resolver.places()).items()}
         for partition, at in begun.items():
             if ends.get(partition, 0) < at:
                 raise DataLossError(
-                    f"{topic}/{partition} ends at offset {ends.get(partition, 0)}, and {at} were merged already: it "
-                    f"was made anew. What it has now can be merged by table.merge(df); or remove {self._snapshots.root}"
+                    f"{topic}/{partition} ends at offset {ends.get(partition, 0)}, but it was merged up to {at}: the "
+                    "topic was recreated. Merge its messages with table.merge(df), or remove "
+                    f"{self._snapshots.root}"
                 )
         if begun == ends and pointer is not None:
-            return Merged(events=0, refused=0, why=None, snapshot=pointer.number)
+            return MergeResult(events=0, refused=0, why=None, snapshot=pointer.number)
         register(self._spark)
         reader = self._spark.read.format("keylane.topic").options(
             **{f"kafka.{name}": value for name, value in settings.extra},
@@ -160,19 +168,23 @@ class SparkTable:
 
     def start(
         self, topic: str, *, every: float = 10.0, bootstrap: str | None = None, **options: Any
-    ) -> Following:
-        """Update now and then every so many seconds, in a thread, until it is stopped."""
+    ) -> TableUpdater:
+        """Update in a thread until stopped: at once, and then ``every`` seconds after each update."""
         if type(every) not in (int, float) or not 0 < every < inf:
-            raise SettingsError(f"{self.model.name}: every={every!r}: needs seconds, more than 0")
-        settings_from_options(bootstrap, options, known=_KNOWN, what=f"{self.model.name}: start()")
-        return Following(lambda: self.update(topic, bootstrap=bootstrap, **options), every, self.model.name)
+            raise SettingsError(
+                f"{self.model.name}: every must be a number of seconds above 0, got {every!r}"
+            )
+        settings_from_options(bootstrap, options, known=_OWN_OPTIONS, what=f"{self.model.name}: start()")
+        return TableUpdater(
+            lambda: self.update(topic, bootstrap=bootstrap, **options), every, self.model.name
+        )
 
     def _merge(
         self, df: DataFrame, pointer: Pointer | None, offsets: Mapping[str, Mapping[str, int]]
-    ) -> Merged:
-        model, told = self.model, Observation()
+    ) -> MergeResult:
+        model, observed = self.model, Observation()
         facts = self._facts(df).observe(
-            told,
+            observed,
             f.count(f.lit(1)).alias("events"),
             f.count(_REFUSED).alias("refused"),
             f.min(_REFUSED).alias("why"),
@@ -184,19 +196,19 @@ class SparkTable:
         self._joined(rows).write.parquet(self._snapshots.data(folder))
         number = self._snapshots.publish(folder, model.form, offsets).number
         self._snapshots.tidy(self._retain)
-        found = told.get
-        # Spark leaves out the count of what it saw to be empty.
+        found = observed.get
+        # Spark omits the counts of an empty frame.
         events, refused = found.get("events", 0), found.get("refused", 0)
-        done = Merged(events=events, refused=refused, why=found.get("why"), snapshot=number)
+        done = MergeResult(events=events, refused=refused, why=found.get("why"), snapshot=number)
         if done.refused:
             log.warning(
-                "%s: %d of %d events do not fit and are left out, such as %s",
+                "left out events that do not fit model=%s refused=%d events=%d example=%s",
                 model.name, done.refused, done.events, done.why,
             )  # fmt: skip
         return done
 
     def _joined(self, rows: DataFrame) -> DataFrame:
-        """A row for each key: of every event type, the rank and the fields of the row that has the highest rank."""
+        """One row per key: of every event type, the fields of the row with the highest rank."""
         model = self.model
         best: list[Column] = []
         ranks: list[Column] = []
@@ -204,7 +216,7 @@ class SparkTable:
         for number, (kind, facts) in enumerate(model.fields.items()):
             column = model.rank_column(kind)
             rank = f.col(_quoted(column))
-            # One maximum for a type, not one for each of its fields: Spark sorts for these, and is slow with many.
+            # One maximum per type instead of one per field: Spark sorts for each of them.
             whole = f.struct(rank.alias("rank"), *(f.col(_quoted(name)).alias(name) for name in facts))
             best.append(f.max(f.when(rank.isNotNull(), whole)).alias(f"best{number}"))
             ranks.append(f.col(f"best{number}").getField("rank").alias(column))
@@ -213,22 +225,22 @@ class SparkTable:
         return rows.groupBy(key).agg(*best).select(f.col("key").alias(model.key), *fields, *ranks)
 
     def _facts(self, df: DataFrame) -> DataFrame:
-        """A row for each event of the model's types: its key, the fields and the rank of its type, all others null."""
+        """One row per event of the model's types: its key, fields and rank; the columns of other types are null."""
         kinds = {column.name: column.dataType.simpleString() for column in df.schema}
         for needed in ("key", "value"):
             if needed not in kinds:
                 raise SettingsError(
-                    f"{self.model.name}: the frame has no column {needed!r}; it has {', '.join(kinds)}. Rename the one "
-                    "that is meant: df.withColumnRenamed(…)"
+                    f"{self.model.name}: the frame has no column {needed!r}; it has {', '.join(kinds)}. Rename the "
+                    "right one: df.withColumnRenamed(…)"
                 )
         taken: list[Column] = []
-        for name, kind in _TAKEN.items():
+        for name, kind in _INPUT_COLUMNS.items():
             usual = kinds.get(name, "void")
             column = f.col(name) if name in kinds else f.lit(None)
             if usual not in ("void", kind) and not (kind == "binary" and usual == "string"):
                 raise SettingsError(
-                    f"{self.model.name}: the column {name!r} is a {usual}, where a {kind} is needed; cast it, or "
-                    "rename it if it is something else"
+                    f"{self.model.name}: the column {name!r} must be a {kind}, got a {usual}; cast it, or rename it if "
+                    "it is something else"
                 )
             taken.append(column.cast(kind).alias(name))
         columns = {**self._columns(), _REFUSED: "STRING"}
@@ -236,7 +248,7 @@ class SparkTable:
         return map_in_arrow(df.select(*taken), _reading(self.model), ddl)
 
     def _columns(self) -> dict[str, str]:
-        """Of the table, with its types for Spark."""
+        """The table's columns with their Spark types."""
         model = self.model
         columns = {model.key: "STRING"}
         columns |= {name: _DDL[fact.kind] for name, fact in model.columns.items()}
@@ -252,16 +264,16 @@ class SparkTable:
         pointer = self._snapshots.current()
         if pointer is not None and pointer.form != self.model.form:
             raise SettingsError(
-                f"{self._snapshots.root} has a table of another model than {self.model.name!r} is now: fields, key, "
-                "event_type, version or time differ. Choose another folder: the table is made anew there from its topic"
+                f"{self._snapshots.root} has a table of another model than {self.model.name!r}: fields, key, "
+                "event_type, version or time differ. Choose another folder, and build the table from its topic again"
             )
         return pointer
 
 
-class Following:
-    """A table that is kept up to date by a thread. A method for each question, as of a ``StreamingQuery``."""
+class TableUpdater:
+    """A thread that keeps a table up to date, with the methods of a ``StreamingQuery``."""
 
-    def __init__(self, update: Callable[[], Merged], every: float, name: str) -> None:
+    def __init__(self, update: Callable[[], MergeResult], every: float, name: str) -> None:
         self._update = update
         self._every = every
         self._stopping = threading.Event()
@@ -271,15 +283,15 @@ class Following:
 
     @property
     def isActive(self) -> bool:  # noqa: N802 - Spark's name
-        """Whether it goes on."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def exception(self) -> BaseException | None:
-        """What ended it; None as long as nothing did."""
+        """The error that ended it; None otherwise."""
         return self._error
 
     def stop(self, timeout: float = 60.0) -> None:
-        """Let the update that is running finish, and end. Raises what ended it before, if anything did."""
+        """End after the running update, waiting up to ``timeout`` seconds. Raises the error that ended it before."""
         self._stopping.set()
         self._thread.join(timeout)
         if self._error is not None:
@@ -291,12 +303,12 @@ class Following:
             while not self._stopping.wait(self._every):
                 try:
                     self._update()
-                except BrokerError as error:  # it answered before, and will again
-                    log.warning("%s; asked again in %g s", error, self._every)
+                except BrokerError as error:  # the first update worked, so the broker will answer again
+                    log.warning("could not update the read model retry_in=%gs error=%s", self._every, error)
         except BaseException as error:
             self._error = error
             if not self._stopping.is_set():
-                log.exception("the read model is not kept up to date any more")
+                log.exception("stopped updating the read model")
 
 
 def _json(topic: str, offsets: Mapping[int, int]) -> str:
@@ -309,7 +321,7 @@ def _quoted(name: str) -> str:
 
 
 def _reading(model: ReadModel) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """On an executor: rows become facts, by the same function that a handler calls."""
+    """A function for executors: it turns rows into the fields that they write, exactly as a handler does."""
     kinds = {model.key: pa.string()}
     kinds |= {name: _ARROW[fact.kind] for name, fact in model.columns.items()}
     kinds |= {model.rank_column(kind): pa.string() for kind in model.fields}
@@ -335,8 +347,8 @@ def _row(model: ReadModel, msg: Message) -> dict[str, Any] | None:
 
 
 def _messages(batch: pa.RecordBatch) -> Iterator[Message]:
-    """Rows without a position have none that could be told: the same for all of them, whenever they come."""
-    names = [name for name in _TAKEN if name != "timestamp"]
+    """The rows as messages. Rows without a position all get the same one, so that their ranks do not depend on it."""
+    names = [name for name in _INPUT_COLUMNS if name != "timestamp"]
     times = milliseconds(batch.column("timestamp"))
     rows = zip(times, *(batch.column(name).to_pylist() for name in names), strict=True)
     for time, key, value, headers, topic, partition, offset, event_id in rows:

@@ -1,4 +1,4 @@
-"""A read model in SQLite: plain upserts, made for handlers."""
+"""Read model in a SQLite file, written by handlers with plain upserts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from keylane.readmodel.model import ReadModel
 
 _TYPES = {int: "INTEGER", float: "REAL", str: "TEXT", bool: "INTEGER", datetime: "TEXT"}
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_BUSY_ERRORS = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 class SqliteTable:
     """A read model in a file: the table ``<name>_facts``, and the view ``<name>`` with key, fields and status.
 
-    :meth:`apply` in a handler; it may be called from any thread, and tasks on one machine share a file. What it has
-    returned from is on disk. Times are text in UTC, ``2026-01-31T12:00:00.000000Z``, which sorts as the times do.
+    Handlers call :meth:`apply`, from any thread; tasks on one machine may share a file. When it returns, the events are
+    on disk. Times are text in UTC, ``2026-01-31T12:00:00.000000Z``, which sorts like the times.
 
-    Raises :class:`SettingsError` when the file has a table of this name with other columns. Errors of SQLite are its
-    own (``sqlite3.Error``): a file that is locked for longer than ``timeout`` seconds is transient to an app.
+    Raises :class:`SettingsError` when the file has a table of this name with other columns. SQLite's errors are raised
+    as they are (``sqlite3.Error``); a file that stays locked for more than ``timeout`` seconds is transient to an app.
     """
 
     def __init__(self, model: ReadModel, path: str | Path, *, timeout: float = 30.0) -> None:
@@ -41,7 +41,7 @@ class SqliteTable:
         try:
             self._write_ahead(timeout)
             self._connection.execute("PRAGMA synchronous = FULL")
-            self._make()
+            self._create()
         except BaseException:
             self._connection.close()
             raise
@@ -52,17 +52,17 @@ class SqliteTable:
         facts, rank = self._facts_table, _quoted(self.model.rank_column(event_type))
         own = [*map(_quoted, self.model.fields[event_type]), rank]
         columns = ", ".join([_quoted(self.model.key), *own])
-        news = ", ".join(f"{name} = excluded.{name}" for name in own)
+        assignments = ", ".join(f"{name} = excluded.{name}" for name in own)
         return (
             f"INSERT INTO {facts} ({columns}) VALUES ({', '.join('?' * (len(own) + 1))}) "  # noqa: S608 - checked names
-            f"ON CONFLICT ({_quoted(self.model.key)}) DO UPDATE SET {news} "
+            f"ON CONFLICT ({_quoted(self.model.key)}) DO UPDATE SET {assignments} "
             f"WHERE {facts}.{rank} IS NULL OR excluded.{rank} > {facts}.{rank}"
         )
 
     def apply(self, *messages: Message) -> int:
-        """Write these events down, all or none; returns how many were of the model's types.
+        """Write these events in one transaction; returns how many were of the model's types.
 
-        Raises :class:`keylane.Poison` for one that does not fit.
+        Raises :class:`keylane.Poison` for an event that does not fit; then none is written.
         """
         found = [facts for facts in map(self.model.facts, messages) if facts is not None]
         if not found:
@@ -80,20 +80,20 @@ class SqliteTable:
         return len(found)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The view, in the order of the keys, with times as ``datetime`` and truth as ``bool``."""
+        """The view's rows in key order, with ``datetime`` and ``bool`` values."""
         columns: dict[str, ReadModelField] = self.model.columns
         cursor = self.read(f"SELECT * FROM {_quoted(self.model.name)} ORDER BY {_quoted(self.model.key)}")  # noqa: S608
         return [{name: _loaded(columns.get(name), value) for name, value in row.items()} for row in cursor]
 
     def read(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """The rows of a query of yours."""
+        """The rows of any SQL query."""
         with self._lock:
             cursor = self._connection.execute(sql, values)
             names = [column[0] for column in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -107,20 +107,20 @@ class SqliteTable:
         return _quoted(f"{self.model.name}_facts")
 
     def _write_ahead(self, timeout: float) -> None:
-        """Readers do not wait for writers. The switch does not wait for others by itself."""
+        """Turn on write-ahead logging, so that readers never wait. SQLite does not wait for locks here by itself."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in _BUSY or time.monotonic() > deadline:
+                if error.sqlite_errorcode & 0xFF not in _BUSY_ERRORS or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
             else:
                 return
 
-    def _make(self) -> None:
-        """The table and the view; several tasks may do so at once."""
+    def _create(self) -> None:
+        """Create the table and the view. Several tasks may do so at once."""
         model = self.model
         kinds = {model.key: "TEXT"}
         kinds |= {name: _TYPES[fact.kind] for name, fact in model.columns.items()}
@@ -136,11 +136,11 @@ class SqliteTable:
         execute("BEGIN IMMEDIATE")
         try:
             execute(f"CREATE TABLE IF NOT EXISTS {self._facts_table} ({', '.join(columns)})")
-            there = {row[1]: row[2] for row in execute(f"PRAGMA table_info({self._facts_table})")}
-            if there != kinds:
+            existing = {row[1]: row[2] for row in execute(f"PRAGMA table_info({self._facts_table})")}
+            if existing != kinds:
                 raise SettingsError(
-                    f"{self._path}: the table {model.name}_facts has the columns {', '.join(there)}, and the model has "
-                    f"{', '.join(kinds)}. Use another file, and let the app read its topic from the beginning"
+                    f"{self._path}: the table {model.name}_facts has the columns {', '.join(existing)}, and the model "
+                    f"has {', '.join(kinds)}. Use another file, and let the app read its topic from the beginning"
                 )
             known = execute(
                 "SELECT sql FROM sqlite_master WHERE type = 'view' AND name = ?", (model.name,)

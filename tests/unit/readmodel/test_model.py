@@ -1,4 +1,4 @@
-"""Read models: the same table whatever came first, twice or again."""
+"""Read models: the table does not depend on the order and repetition of events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAID = {"OrderPaid": {"paid_at": datetime}}
 
 
 def stored(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], bytes]:
-    """The rows of the view, and the whole table, ranks and all, as bytes."""
+    """The rows of the view, and the whole table with its ranks as bytes."""
     with ORDERS.sqlite(":memory:") as table:
         for msg in messages:
             table.apply(msg)
@@ -54,8 +54,7 @@ def test_model_is_the_same_for_any_order_and_repetition(
 
 @settings(max_examples=100)
 @given(one_event(), one_event())
-def test_ranks_are_equal_only_when_the_facts_are(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """So a join is commutative, associative and idempotent: a maximum of a total order."""
+def test_equal_ranks_have_equal_values(one: dict[str, Any], other: dict[str, Any]) -> None:
     found = [
         facts for facts in (ORDERS.facts(as_message(event)) for event in (one, other)) if facts is not None
     ]
@@ -75,7 +74,7 @@ def rank(**more: Any) -> str:
     return facts.rank
 
 
-def test_the_version_decides_then_the_time_then_the_event_id() -> None:
+def test_rank_goes_by_version_then_time_then_event_id() -> None:
     def version(number: int) -> list[tuple[str, bytes]]:
         return [("event-version", b"%d" % number)]
 
@@ -92,7 +91,7 @@ def test_the_version_decides_then_the_time_then_the_event_id() -> None:
     assert len(set(ranks)) == len(ranks)
 
 
-def test_the_fields_of_an_event_are_written_together() -> None:
+def test_fields_of_an_event_are_written_together() -> None:
     first = message("OrderPlaced", b'{"total": 5, "address": {"city": "Bonn"}}', timestamp=1)
     later = message("OrderPlaced", b'{"total": 6}', timestamp=2)
     for order in ([first, later], [later, first]):
@@ -112,7 +111,7 @@ def test_model_status_is_the_latest_then_the_last_declared() -> None:
     assert status(placed=2) == "placed"
 
 
-def test_the_status_may_be_an_sql_expression() -> None:
+def test_status_may_be_an_sql_expression() -> None:
     model = ReadModel("o", fields=PAID, status="CASE WHEN paid_at IS NULL THEN 'open' ELSE 'closed' END")
     with model.sqlite(":memory:") as table:
         table.apply(message())
@@ -136,8 +135,8 @@ def test_type_version_and_time_may_be_in_the_value() -> None:
     ("given", "why"),
     [
         ({"key": None}, "OrderPlaced without a key"),
-        ({"key": b"\xff"}, r"OrderPlaced: the key b'\\xff' is no UTF-8"),
-        ({"value": b"{"}, "OrderPlaced: the value is no JSON"),
+        ({"key": b"\xff"}, r"OrderPlaced: the key b'\\xff' is not UTF-8"),
+        ({"value": b"{"}, "OrderPlaced: the value is not JSON"),
         ({"value": b'{"total": "5"}'}, "OrderPlaced: total: '5' is not a whole number of 64 bits"),
         ({"value": b'{"total": true}'}, "OrderPlaced: total: True is not a whole number"),
         ({"value": b'{"total": 9223372036854775808}'}, "is not a whole number of 64 bits"),
@@ -145,8 +144,8 @@ def test_type_version_and_time_may_be_in_the_value() -> None:
         ({"value": b'{"address": {"city": "\\ud800"}}'}, "address.city: .* is not text"),
         ({"kind": "OrderPaid", "value": b'{"amount": NaN}'}, "OrderPaid: amount: nan is not a number"),
         ({"kind": "OrderPaid", "value": b'{"partly": 1}'}, "OrderPaid: partly: 1 is not true or false"),
-        ({"kind": "order.shipped", "value": b'{"due": "2026-01-31T12:00:00"}'}, "due: .* is no time with its zone"),
-        ({"kind": "order.shipped", "value": b'{"due": 5}'}, "due: 5 is no time with its zone"),
+        ({"kind": "order.shipped", "value": b'{"due": "2026-01-31T12:00:00"}'}, "due: .* is not a time with a zone"),
+        ({"kind": "order.shipped", "value": b'{"due": 5}'}, "due: 5 is not a time with a zone"),
         ({"timestamp": None}, "OrderPlaced: placed_at: the event has no time"),
         ({"headers": [("event-version", b"new")]}, "OrderPlaced: expected the version to be a whole number"),
     ],
@@ -156,12 +155,12 @@ def test_model_poison_names_the_field_that_does_not_fit(given: dict[str, Any], w
         ORDERS.facts(message(**{"kind": "OrderPlaced", **given}))
 
 
-def test_events_of_other_types_say_nothing_however_they_look() -> None:
+def test_events_of_other_types_are_ignored() -> None:
     assert ORDERS.facts(message("Chatter", b"no json", key=None)) is None
     assert ORDERS.facts(Message(MemoryRecord(topic="t", partition=0, offset=0, key=b"k", value=b""))) is None
 
 
-def test_a_tombstone_writes_the_time_alone() -> None:
+def test_tombstone_writes_only_the_time() -> None:
     ((row,), _) = stored([message("OrderPlaced", None)])
     assert (row["total"], row["placed_at"]) == (None, datetime(1970, 1, 1, 0, 0, 0, 5000, tzinfo=UTC))
 
@@ -171,27 +170,30 @@ def test_a_tombstone_writes_the_time_alone() -> None:
     [
         ({"name": "my orders"}, "name='my orders' cannot name a table"),
         ({"key": "_id"}, "key='_id' cannot name a table or column"),
-        ({"fields": {}}, "name what each event type writes"),
-        ({"fields": {"A": {}}}, "'A' writes no field"),
+        ({"fields": {}}, "fields must name what each event type writes"),
+        ({"fields": {"A": {}}}, "'A' must write at least one field"),
         ({"fields": {"A": {"_x": int}}}, "field='_x' cannot name"),
-        ({"fields": {"A": {"x": list}}}, "the field 'x' of 'A' is <class 'list'>; it is int"),
-        ({"fields": {"A": {"x": int}, "B": {"X": int}}}, "the field 'X' of 'B' belongs to 'A' already"),
-        ({"fields": {"A": {"x": int}, "a": {"y": int}}}, "'A' and 'a' differ in upper and lower case only"),
-        ({"fields": {"A": {"status": int}}}, "the field 'status' of 'A' belongs to the status already"),
-        ({"fields": {"A": {"key": int}}}, "the field 'key' of 'A' belongs to the key already"),
-        ({"status": {"paid": "payed_at"}}, "'payed_at', which is none of the times; did you mean 'paid_at'"),
-        ({"status": {}}, "status={}; write status="),
-        ({"status": {"a": "paid_at", "b": "paid_at"}}, "two states go by the same time"),
-        ({"event_type": ""}, "event_type='' is no header's name"),
+        ({"fields": {"A": {"x": list}}}, "the field 'x' of 'A' must be int, .* got <class 'list'>"),
+        ({"fields": {"A": {"x": int}, "B": {"X": int}}}, "the field 'X' of 'B' already belongs to 'A'"),
+        ({"fields": {"A": {"x": int}, "a": {"y": int}}}, "'A' and 'a' differ only in upper and lower case"),
+        ({"fields": {"A": {"status": int}}}, "the field 'status' of 'A' already belongs to the status"),
+        ({"fields": {"A": {"key": int}}}, "the field 'key' of 'A' already belongs to the key"),
+        (
+            {"status": {"paid": "payed_at"}},
+            "needs a time of the model, got 'payed_at'; did you mean 'paid_at'",
+        ),
+        ({"status": {}}, "status must be states by time .* got {}; write status="),
+        ({"status": {"a": "paid_at", "b": "paid_at"}}, "every state needs a time of its own"),
+        ({"event_type": ""}, "event_type must be the name of a header .* got ''"),
         ({"time": "at"}, r"write time=Field\('at'\)"),
     ],
 )
-def test_a_model_that_cannot_work_is_refused(given: dict[str, Any], why: str) -> None:
+def test_model_with_wrong_settings_is_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         ReadModel(**{"name": "orders", "fields": PAID, **given})
 
 
-def test_a_path_that_names_nothing_is_refused() -> None:
+def test_field_with_an_empty_name_is_refused() -> None:
     with pytest.raises(SettingsError, match="expected the name of a field"):
         ReadModelField(int, "a..b")
 
@@ -208,7 +210,7 @@ def test_model_refuses_the_file_of_another_model(tmp_path: Path) -> None:
         assert [row["status"] for row in table.rows()] == ["it's paid"]
 
 
-def test_events_are_applied_all_or_none(tmp_path: Path) -> None:
+def test_sqlite_applies_all_events_or_none(tmp_path: Path) -> None:
     with ORDERS.sqlite(tmp_path / "orders.db") as table:
         with pytest.raises(Poison):
             table.apply(message(), message(value=b"{"))
@@ -223,7 +225,7 @@ def test_events_are_applied_all_or_none(tmp_path: Path) -> None:
         other.close()
 
 
-def test_tasks_share_a_file(tmp_path: Path) -> None:
+def test_sqlite_file_is_shared_by_tasks(tmp_path: Path) -> None:
     path = tmp_path / "orders.db"
 
     def work(task: int) -> None:
@@ -241,9 +243,7 @@ def test_tasks_share_a_file(tmp_path: Path) -> None:
     assert latest == [((32 + number) * 4 + 3, f"o{number}") for number in range(8)]
 
 
-def test_model_in_a_handler_survives_crashes(
-    tmp_path: Path,
-) -> None:
+def test_model_in_a_handler_survives_crashes(tmp_path: Path) -> None:
     app = App("shop", source="in", unhandled="ignore", commit_interval=0.01)
 
     @app.resource
@@ -260,16 +260,14 @@ def test_model_in_a_handler_survives_crashes(
     sent = []
     for number in range(60):
         kind = [*ORDERS.fields, "Chatter"][number % 4]
-        value = (
-            b'{"total": "x"}' if number == 4 else b'{"total": %d}' % number
-        )  # one OrderPlaced makes no sense
+        value = b'{"total": "x"}' if number == 4 else b'{"total": %d}' % number  # one malformed OrderPlaced
         headers = [("event-type", kind.encode())]
         run.send(key=b"o%d" % (number % 5), value=value, headers=headers, at=number / 1000)
         if number != 4:
             sent.append(message(kind, value, key=b"o%d" % (number % 5), timestamp=number))
     result = run.run()
     result.verdict.raise_if_bad()
-    assert result.verdict.repeats > 0, "the crashes hit nothing"
+    assert result.verdict.repeats > 0, "the crashes interrupted nothing"
     assert [letter.message for letter in result.dead] == [
         "OrderPlaced: total: 'x' is not a whole number of 64 bits"
     ]
