@@ -102,7 +102,7 @@ def test_silent_broker_and_missing_source_are_faults(
     log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert any("does not exist" in text for text in bad(examine(log, name, "--source", f"{name}.nothing")))
-    monkeypatch.setattr("keylane.kafka.cluster.TIMEOUT", 1.0)
+    monkeypatch.setattr("keylane.kafka.cluster.REQUEST_SECONDS", 1.0)
     nobody = probe_cluster(KafkaSettings("127.0.0.1:1"), AppFacts(name=name, source="x"))
     assert "no Kafka broker answered" in nobody.fault
 

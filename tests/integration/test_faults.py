@@ -82,7 +82,7 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
         assert_whole(log, name, sent, tmp_path / "history", repeats=0)
 
         # Between two epochs it is the planner that needs the broker.
-        monkeypatch.setattr(cluster, "TIMEOUT", 1.0)
+        monkeypatch.setattr(cluster, "REQUEST_SECONDS", 1.0)
         reader = LaneReader(query._plan)
         start = reader.initialOffset()
         node.kill()

@@ -285,6 +285,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
         assert done.stderr.decode().startswith(f"error: {says}")
     assert keylane(log, "list", name).stdout.decode() == f"0 dead letters of 0 lanes in {name}.dlq\n"
-    monkeypatch.setattr("keylane.kafka.cluster.TIMEOUT", 0.5)
+    monkeypatch.setattr("keylane.kafka.cluster.REQUEST_SECONDS", 0.5)
     with pytest.raises(BrokerError, match=r"no Kafka broker answered at 127\.0\.0\.1:1"):
         read_dead_letters(KafkaSettings("127.0.0.1:1"), "x.dlq")

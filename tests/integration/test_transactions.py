@@ -100,20 +100,20 @@ def test_commits_that_get_lost_now_and_then_leave_every_result_once(
     sent = log.send(f"{name}.in", events(4_000, poison=tuple(range(99, 4_000, 300))))
     count = 0
     lock = threading.Lock()
-    insist = TransactionalClient._insist
+    call_client = TransactionalClient._call
 
-    def unlucky(self: TransactionalClient, call: Callable[[], None], deadline: float, *, again: bool) -> None:
+    def unlucky(self: TransactionalClient, call: Callable[[], None], deadline: float, *, retry: bool) -> None:
         nonlocal count
         with lock:
             count += 1
             lost = count % 9 == 5 + seed % 3
         if lost:
             self.abort()
-            self.over = AbortedError("lost on purpose")
-            raise self.over
-        insist(self, call, deadline, again=again)
+            self.failure = AbortedError("lost on purpose")
+            raise self.failure
+        call_client(self, call, deadline, retry=retry)
 
-    monkeypatch.setattr(TransactionalClient, "_insist", unlucky)
+    monkeypatch.setattr(TransactionalClient, "_call", unlucky)
     runner = Runner(
         log,
         name,
@@ -145,22 +145,22 @@ def abort_commits(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
     """The first commits of offsets or proposals are refused, and their transactions aborted."""
     left = [times]
     collect = LastRecords.collect
-    insist = TransactionalClient._insist
+    call_client = TransactionalClient._call
     last: list[bool] = []
 
     def collect_last(self: LastRecords, batch: CommitBatch, /) -> None:
         last.append(True)
         collect(self, batch)
 
-    def unlucky(self: TransactionalClient, call: Callable[[], None], deadline: float, *, again: bool) -> None:
+    def unlucky(self: TransactionalClient, call: Callable[[], None], deadline: float, *, retry: bool) -> None:
         if last and left[0]:
             left[0] -= 1
             self.abort()
             raise AbortedError("lost on purpose")
-        insist(self, call, deadline, again=again)
+        call_client(self, call, deadline, retry=retry)
 
     monkeypatch.setattr(LastRecords, "collect", collect_last)
-    monkeypatch.setattr(TransactionalClient, "_insist", unlucky)
+    monkeypatch.setattr(TransactionalClient, "_call", unlucky)
 
 
 @pytest.mark.parametrize("commit", ["epoch", "live"])

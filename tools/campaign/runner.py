@@ -20,7 +20,7 @@ from campaign.plan import Kind
 from campaign.scene import Note, Scene, wait_for
 from campaign.watch import Ground, Load, Watch
 from campaign.workload import PARTITIONS, Spec, is_poison
-from keylane.kafka.transactional_client import LASTS
+from keylane.kafka.transactional_client import TRANSACTION_SECONDS
 from keylane.testing import History, read_history
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _await_transactions(scene: Scene) -> float:
         )
 
     with contextlib.suppress(TimeoutError):
-        wait_for(none, LASTS + 20, "all transactions end")
+        wait_for(none, TRANSACTION_SECONDS + 20, "all transactions end")
     return time.monotonic() - began
 
 

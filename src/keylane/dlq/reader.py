@@ -9,7 +9,7 @@ from keylane.dlq.headers import dead_letter_headers, parse
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, Home, UnreadableDeadLetter
 from keylane.errors import BrokerError
 from keylane.kafka.client import TopicPartition
-from keylane.kafka.cluster import TIMEOUT, Cluster, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, introduce
 from keylane.kafka.partition_reader import PartitionReader
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ __all__ = [
     "read_dead_letters",
 ]
 
-PATIENCE = 3 * TIMEOUT
+PATIENCE = 3 * REQUEST_SECONDS
 """Seconds without an answer until a reader gives up."""
 
 

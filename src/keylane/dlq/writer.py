@@ -189,7 +189,7 @@ class DeadLetterWriter:
             partition=entry.partition,
             report=report,
         )
-        writer.soon(then)
+        writer.confirm_soon(then)
 
     async def rest(self, timeout: float) -> None:  # noqa: ASYNC109 - it ends in no exception
         """Wait until all letters are where they belong, while somebody polls; not longer than ``timeout`` seconds."""

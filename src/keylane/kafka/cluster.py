@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.kafka")
 
-TIMEOUT = 10.0
+REQUEST_SECONDS = 10.0
 """Seconds to wait for an answer from the cluster before saying that there is none."""
 _SETTLES = 1.0
 _ANSWER = 3.0
@@ -78,7 +78,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[], T], seconds: float = TIMEOUT) -> T:
+def patiently(call: Callable[[], T], seconds: float = REQUEST_SECONDS) -> T:
     """Call again while a leader or coordinator is being made or moved, for so many seconds at most."""
     deadline = time.monotonic() + seconds
     while True:
@@ -93,7 +93,7 @@ def patiently(call: Callable[[], T], seconds: float = TIMEOUT) -> T:
 def introduce(consumer: Consumer, topic: str) -> None:
     """Let a new consumer find the topic now: by itself it would take up to a second after its assignment."""
     try:
-        consumer.list_topics(topic, timeout=TIMEOUT)
+        consumer.list_topics(topic, timeout=REQUEST_SECONDS)
     except KafkaException as error:
         raise BrokerError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
 
@@ -172,11 +172,11 @@ class Cluster:
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
         try:
-            found = self._admin.list_topics(timeout=TIMEOUT)
+            found = self._admin.list_topics(timeout=REQUEST_SECONDS)
         except KafkaException as error:
             self._admin.poll(0)  # what went wrong with its connections
             raise BrokerError(
-                f"no Kafka broker answered at {self._settings.bootstrap} within {TIMEOUT:g} s "
+                f"no Kafka broker answered at {self._settings.bootstrap} within {REQUEST_SECONDS:g} s "
                 f"({error.args[0].str()}): {self._settings.explain_no_answer()}"
             ) from error
         outage.answered()
@@ -208,7 +208,9 @@ class Cluster:
 
     def _may_see(self, topic: str) -> bool:
         try:
-            self._admin.describe_topics(TopicCollection([topic]), request_timeout=TIMEOUT)[topic].result()
+            self._admin.describe_topics(TopicCollection([topic]), request_timeout=REQUEST_SECONDS)[
+                topic
+            ].result()
         except KafkaException as error:
             return bool(error.args[0].code() != ClientError.TOPIC_AUTHORIZATION_FAILED)
         return True
@@ -220,8 +222,8 @@ class Cluster:
         """
         topics = [topic for topic in (source, dlq) if topic]
         try:
-            asked = self._admin.describe_cluster(request_timeout=TIMEOUT)
-            described = self._admin.describe_topics(TopicCollection(topics), request_timeout=TIMEOUT)
+            asked = self._admin.describe_cluster(request_timeout=REQUEST_SECONDS)
+            described = self._admin.describe_topics(TopicCollection(topics), request_timeout=REQUEST_SECONDS)
             cluster = str(asked.result().cluster_id)
             ids = {topic: _topic_id(described[topic]) for topic in topics}
         except KafkaException as error:
@@ -271,7 +273,7 @@ class Cluster:
                     error.args[0].str(),
                 )
 
-        self._admin.create_topics([new], request_timeout=TIMEOUT)[topic].add_done_callback(answered)
+        self._admin.create_topics([new], request_timeout=REQUEST_SECONDS)[topic].add_done_callback(answered)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
         """Create the topic, or give it more partitions when it has fewer."""
@@ -281,7 +283,7 @@ class Cluster:
         elif have < partitions:
             more = [NewPartitions(topic, partitions)]
             self._wait(
-                self._admin.create_partitions(more, request_timeout=TIMEOUT),
+                self._admin.create_partitions(more, request_timeout=REQUEST_SECONDS),
                 f"topic {topic!r} could not grow",
             )
         self._wait_for(topic, partitions)
@@ -292,7 +294,7 @@ class Cluster:
         """Create the topic, and wait until the cluster knows it; False when it was there already."""
         new = NewTopic(topic, num_partitions=partitions, replication_factor=replication, config=dict(config))
         try:
-            self._admin.create_topics([new], request_timeout=TIMEOUT)[topic].result()
+            self._admin.create_topics([new], request_timeout=REQUEST_SECONDS)[topic].result()
         except KafkaException as error:
             if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
                 raise BrokerError(f"topic {topic!r} could not be created: {error.args[0].str()}") from error
@@ -302,7 +304,7 @@ class Cluster:
             return True
 
     def _wait_for(self, topic: str, partitions: int) -> None:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + REQUEST_SECONDS
         while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
             time.sleep(0.02)  # created is not yet known to everyone
 
@@ -310,7 +312,7 @@ class Cluster:
         """One setting of a topic."""
         resource = ConfigResource(ResourceType.TOPIC, topic)
         answer = self._wait(
-            self._admin.describe_configs([resource], request_timeout=TIMEOUT),
+            self._admin.describe_configs([resource], request_timeout=REQUEST_SECONDS),
             f"settings of topic {topic!r} could not be read",
         )
         return str(answer[name].value)
@@ -318,7 +320,7 @@ class Cluster:
     def rules(self, topics: Iterable[str]) -> dict[str, TopicRules]:
         """What these topics take. Of one whose settings may not be read, nothing is known."""
         resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-        asked = self._admin.describe_configs(resources, request_timeout=TIMEOUT) if resources else {}
+        asked = self._admin.describe_configs(resources, request_timeout=REQUEST_SECONDS) if resources else {}
         return {resource.name: _rules(future) for resource, future in asked.items()}
 
     def ends(
@@ -360,7 +362,7 @@ class Cluster:
             if OFFSET_INVALID in found.values():
                 # The leader of such a partition has died. The client says no word about it, and asks the same one
                 # again, for minutes, unless it is made to look who leads now.
-                self._admin.list_topics(timeout=TIMEOUT)
+                self._admin.list_topics(timeout=REQUEST_SECONDS)
                 raise KafkaException(ClientError(ClientError.LEADER_NOT_AVAILABLE))
             return found
 
@@ -376,7 +378,9 @@ class Cluster:
         """Consumers that have joined a group; None when the cluster does not say."""
         try:
             return patiently(
-                lambda: len(self._admin.describe_consumer_groups([group])[group].result(TIMEOUT).members)
+                lambda: len(
+                    self._admin.describe_consumer_groups([group])[group].result(REQUEST_SECONDS).members
+                )
             )
         except (KafkaException, TimeoutError):
             return None
@@ -396,13 +400,13 @@ class Cluster:
         asked = [TopicPartition(topic, p) for p in partitions]
         try:
             if settled:
-                found = patiently(lambda: self._reader(group).committed(asked, timeout=TIMEOUT))
+                found = patiently(lambda: self._reader(group).committed(asked, timeout=REQUEST_SECONDS))
             else:
                 try:
                     found = self._reader(group).committed(asked, timeout=_SETTLES)
                 except KafkaException:
                     reader = self._reader(group, "read_uncommitted")
-                    found = patiently(lambda: reader.committed(asked, timeout=TIMEOUT))
+                    found = patiently(lambda: reader.committed(asked, timeout=REQUEST_SECONDS))
         except KafkaException as error:
             raise BrokerError(
                 f"progress of group {group!r} could not be read: {error.args[0].str()}"

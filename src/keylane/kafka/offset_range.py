@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from keylane.errors import BrokerError, DataLossError
-from keylane.kafka.cluster import TIMEOUT, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, introduce
 from keylane.kafka.partition_reader import ErrorKind, PartitionReader, classify
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class RangeReader:
         span = reading.span
         place = TopicPartition(span.topic, span.partition)
         try:
-            begin, end = self._consumer.get_watermark_offsets(place, timeout=TIMEOUT)
+            begin, end = self._consumer.get_watermark_offsets(place, timeout=REQUEST_SECONDS)
         except KafkaException as error:
             raise BrokerError(f"{span}: {error.args[0].str()}") from error
         if reading.next < begin:

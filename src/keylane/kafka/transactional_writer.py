@@ -1,7 +1,8 @@
-"""The owner's transactional producer: what a task writes down is there whole or not at all.
+"""Asynchronous side of a task's transactional producer.
 
-A task owns its partitions as long as nobody has fenced its transactional id. From then on the broker takes nothing
-from it: neither progress nor a record of the state topic and, with ``delivery="exactly_once"``, no result.
+Everything that a task records is in transactions, so each of them is written as a whole or not at all. A task owns its
+partitions until another one fences its transactional id. From then on the broker refuses its progress, its records of
+the state topic and, with ``delivery="exactly_once"``, its results.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ if TYPE_CHECKING:
 
     from confluent_kafka import TopicPartition
 
-    from keylane.engine.output import Then
+    from keylane.engine.engine import Then
     from keylane.kafka.settings import KafkaSettings
-    from keylane.kafka.transactional_client import Put
+    from keylane.kafka.transactional_client import ProduceArgs
     from keylane.message import Headers
 
 log = logging.getLogger("keylane.kafka")
 
-PATIENCE = 12.0
-"""Seconds that the client has to commit one. After a broker's restart it may wait for an answer that never comes."""
-_ANY_PARTITION = -1
-MAX_PROGRESS = 900_000
+COMMIT_SECONDS = 12.0
+"""Time for the client to commit. After a broker's restart it may wait for a response that never comes."""
+PROGRESS_CHARS_MAX = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
-_LARGE_OVERHEAD = 2_000
-"""Bytes of a large record besides its text: its name, its labels, the batch."""
+_RECORD_OVERHEAD_BYTES = 2_000
+"""Bytes of a large record besides its text: key, labels, batch."""
+_ANY_PARTITION = -1
 
-Note = tuple[int, bytes, bytes | None]
-"""Partition, name and value of a record of the state topic."""
+StateRecord = tuple[int, bytes, bytes | None]
+"""Partition, key and value of a record of the state topic."""
 
 
 class RecordLabels(Protocol):
-    """The headers that say which topic's offsets a record of the state topic holds."""
+    """The headers that say which topic's offsets a record of the state topic contains."""
 
     def of(self, name: bytes) -> Headers:
-        """Of a record with this key."""
+        """The headers of the record with this key."""
 
 
 class TransactionalWriter:
-    """Used on the loop's thread, but for :meth:`write`. A transaction is open from the first :meth:`put` on.
+    """Puts records into transactions and commits them. Used on the loop's thread, except :meth:`write_blocking`.
 
-    ``fail`` is told what makes it useless. While one transaction is being committed, what is put waits for the next.
-    ``exact``: results are in it too; after an abort the task begins again, and nothing else may follow.
-    ``limit``: the state topic's ``max.message.bytes``, 0 when it is not known. ``batch_limit``, ``alone``: as
-    :class:`TransactionalClient` takes them.
+    The first :meth:`put` opens a transaction. Records that are put during a commit wait for the next transaction.
+    ``fail`` is called with the error that makes the writer useless. ``exact``: results are in the transactions too;
+    after an abort the task starts over and no transaction may follow. ``limit``: the state topic's
+    ``max.message.bytes``, 0 if unknown. ``batch_limit``, ``alone``: see :class:`TransactionalClient`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class TransactionalWriter:
     ) -> None:
         self.id = f"{app}.{uuid.uuid4().hex}"
         self.written: dict[int, int] = {}
-        """By partition of the state topic: where the last record lies that was committed."""
+        """By partition of the state topic: the offset of the last committed record."""
         self.fail: Callable[[BaseException], None] = lambda _error: None
         self.limit = limit
         self._topic = topic
@@ -84,19 +85,21 @@ class TransactionalWriter:
         )
         self._client = self._connect()
         self._committing = False
-        self._waiting: list[Put] = []
-        self._thens: list[tuple[bytes, Then]] = []  # with the names of the records that they are about
-        self._rejected: dict[bytes, str] = {}  # names of records in the open transaction, and why
-        self._soon: list[Then] = []
-        self._sent: list[Put] = []  # in the open transaction; empty when it is exact: that is not sent again
-        self._mended: TransactionalClient
+        self._waiting: list[ProduceArgs] = []  # for the next transaction
+        self._callbacks: list[tuple[bytes, Then]] = []  # with the keys of their records
+        self._rejected: dict[bytes, str] = {}  # keys of records in the open transaction, and the reasons
+        self._confirmations: list[Then] = []
+        self._sent: list[
+            ProduceArgs
+        ] = []  # in the open transaction; empty if exact: then nothing is sent again
+        self._new_client: TransactionalClient
         self._lock: asyncio.Lock
-        self._stirred: asyncio.Event
+        self._was_put: asyncio.Event
 
     def attach(self) -> None:
-        """Work for the running loop: a worker's scribe outlives the loops of its epochs."""
-        self._lock, self._stirred = asyncio.Lock(), asyncio.Event()
-        self._soon, self._thens, self._sent, self._rejected = [], [], [], {}
+        """Work for the running loop. A worker's writer outlives the loops of its epochs."""
+        self._lock, self._was_put = asyncio.Lock(), asyncio.Event()
+        self._confirmations, self._callbacks, self._sent, self._rejected = [], [], [], {}
 
     def put(
         self,
@@ -109,18 +112,18 @@ class TransactionalWriter:
         partition: int = _ANY_PARTITION,
         report: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """Add a record to the open transaction, or to the next. Never raises: what goes wrong ends the task."""
+        """Add a record to the open transaction, or to the next one. Never raises: an error ends the task."""
         record = (topic, value, key, partition, report, None, timestamp, headers or [])
-        self._stirred.set()
+        self._was_put.set()
         if self._committing:
             self._waiting.append(record)
         else:
             self._send(record)
 
-    def note(self, partition: int, name: bytes, value: bytes | None, then: Then | None = None) -> None:
-        """A record of the state topic; ``then`` is told when it is committed, or why it never will be.
+    def put_state(self, partition: int, name: bytes, value: bytes | None, then: Then | None = None) -> None:
+        """Add a record of the state topic. ``then`` is called when it is committed, or with the reason why it never is.
 
-        ``exact``: it is told soon, as :meth:`soon` does.
+        ``exact``: it is called as :meth:`confirm_soon` does.
         """
         labels = self._labels.of(name)
         problem = self._too_large(name, value, labels)
@@ -129,190 +132,195 @@ class TransactionalWriter:
                 asyncio.get_running_loop().call_soon(then, problem)
             return
         if then is not None and not self._exact:
-            self._thens.append((name, then))
-        self.put(self._topic, value, name, headers=labels, partition=partition, report=self._placed)
+            self._callbacks.append((name, then))
+        self.put(self._topic, value, name, headers=labels, partition=partition, report=self._on_delivery)
         if then is not None and self._exact:
-            self.soon(then)
+            self.confirm_soon(then)
 
     def _too_large(self, name: bytes, value: bytes | None, labels: Headers) -> str | None:
-        """What is wrong with the size of a record of the state topic, if anything is; it is logged."""
+        """What is wrong with the size of a state record, or None. Logs it."""
         size = record_size(name, value, labels)
         if not 0 < self.limit < size:
             return None
         problem = (
             f"the record of {size:,} bytes is larger than topic {self._topic!r} takes "
-            f"(max.message.bytes: {self.limit:,}); give the topic a higher limit"
+            f"(max.message.bytes: {self.limit:,}); raise the topic's limit"
         )
-        log.error("%s: %r", problem, name[:200])
+        log.error("%s key=%r", problem, name[:200])
         return problem
 
-    def soon(self, then: Then) -> None:
-        """Tell it that all is well: soon, and before the transaction that is open now takes its progress."""
-        if not self._soon:
-            asyncio.get_running_loop().call_soon(self._serve)
-        self._soon.append(then)
+    def confirm_soon(self, then: Then) -> None:
+        """Call ``then(None)`` soon, and before the open transaction collects its progress."""
+        if not self._confirmations:
+            asyncio.get_running_loop().call_soon(self._confirm)
+        self._confirmations.append(then)
 
-    def _serve(self) -> None:
-        while self._soon:
-            soon, self._soon = self._soon, []
-            for then in soon:
+    def _confirm(self) -> None:
+        while self._confirmations:
+            confirmations, self._confirmations = self._confirmations, []
+            for then in confirmations:
                 then(None)
 
     @property
     def room(self) -> int:
         """Characters that a large record of the state topic may have."""
-        return min(MAX_PROGRESS, max(0, self.limit - _LARGE_OVERHEAD)) if self.limit else MAX_PROGRESS
+        if not self.limit:
+            return PROGRESS_CHARS_MAX
+        return min(PROGRESS_CHARS_MAX, max(0, self.limit - _RECORD_OVERHEAD_BYTES))
 
     @property
-    def useless(self) -> bool:
-        """Whether it takes nothing any more: the task begins again with another one."""
-        return self._client.over is not None
+    def failed(self) -> bool:
+        """Whether the client can write nothing more; see :meth:`reconnect`."""
+        return self._client.failure is not None
 
     @property
-    def busy(self) -> bool:
-        """Whether something waits to be committed."""
+    def has_records(self) -> bool:
+        """Whether records wait for a commit."""
         return self._client.open or bool(self._waiting)
 
-    async def stirred(self, seconds: float) -> None:
-        """Return when something is put, or after so many seconds."""
-        self._stirred.clear()
+    async def wait_for_record(self, seconds: float) -> None:
+        """Return when a record is put, or after this time."""
+        self._was_put.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._stirred.wait()
+                await self._was_put.wait()
 
     async def commit(self) -> None:
-        """Commit what was put. Raises FencedError, or AbortedError when nothing of it was taken.
+        """Commit what was put. Raises FencedError, or AbortedError if nothing was committed.
 
-        A caller that is cancelled leaves it running.
+        If the caller is cancelled, the commit continues.
         """
         committing = asyncio.ensure_future(self._commit())
         committing.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(committing)
 
     async def _commit(self) -> None:
-        async with self.turn():
+        async with self.exclusive():
             await self.commit_with()
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """While it is held, nobody else commits. Everyone has heard by then what :meth:`soon` was to tell them."""
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Nobody else commits inside this context. All callbacks of :meth:`confirm_soon` are called before it."""
         async with self._lock:
-            self._serve()
+            self._confirm()
             yield
 
     async def commit_with(
         self,
         offsets: Sequence[TopicPartition] = (),
-        notes: Iterable[Note] = (),
+        state_records: Iterable[StateRecord] = (),
         records: Iterable[tuple[str, bytes | None, bytes | None]] = (),
     ) -> None:
-        """In a :meth:`turn`: commit what was put and, in the same transaction, these offsets and records.
+        """Commit what was put together with these offsets and records. Only inside :meth:`exclusive`.
 
-        ``notes`` are records of the state topic, ``records`` those of other topics. Raises as :meth:`commit` does.
-        What was put is then in the next transaction; these are not, because whoever collected them does so again. A
-        caller must not be cancelled, unless the loop ends.
+        ``records``: topic, value and key of records of other topics. Raises as :meth:`commit` does. After an abort the
+        records that were put are in the next transaction, the arguments are not: the caller collects them again. The
+        caller must not be cancelled unless the loop ends.
         """
-        batch = [*self._records(notes), *map(_record, records)]
+        batch = [*self._state_records(state_records), *map(_other_record, records)]
         client = self._client
         if not client.open and not offsets and not batch:
             return
         client.begin()
-        thens, self._thens = self._thens, []
+        callbacks, self._callbacks = self._callbacks, []
         sent, self._sent = self._sent, []
         self._committing = True
         try:
             for record in batch:
                 client.put(record)
-            places = await self._aside(client, lambda: client.commit(list(offsets)))
+            written = await self._call_in_thread(client, lambda: client.commit(list(offsets)))
         except asyncio.CancelledError:
-            raise  # the loop ends, and the thread still commits: what waits must not get in behind its progress
+            raise  # the loop ends while the thread commits: waiting records must not get in behind its progress
         except BaseException:
             if not self._exact:
-                self._keep(sent, thens)
-            if self._exact or not self.useless:  # else what waits is held until it is mended
-                self._go_on()
+                self._requeue(sent, callbacks)
+            if self._exact or not self.failed:  # else resume() sends what waits
+                self._send_waiting()
             raise
-        self.written |= places
+        self.written |= written
         self._rejected.clear()
-        self._go_on()
-        for _, then in thens:
+        self._send_waiting()
+        for _, then in callbacks:
             then(None)
 
-    def _records(self, notes: Iterable[Note]) -> Iterator[Put]:
-        for partition, name, value in notes:
+    def _state_records(self, state_records: Iterable[StateRecord]) -> Iterator[ProduceArgs]:
+        for partition, name, value in state_records:
             labels = self._labels.of(name)
             if self._too_large(name, value, labels) is None:
-                yield (self._topic, value, name, partition, self._placed, None, 0, labels)
+                yield (self._topic, value, name, partition, self._on_delivery, None, 0, labels)
 
-    def _keep(self, sent: list[Put], thens: list[tuple[bytes, Then]]) -> None:
-        """Records of a transaction that was not taken go into the next, but for those that the broker rejects."""
+    def _requeue(self, sent: list[ProduceArgs], callbacks: list[tuple[bytes, Then]]) -> None:
+        """Put the records of an aborted transaction into the next one, except those that the broker rejected."""
         rejected, self._rejected = self._rejected, {}
         self._waiting[:0] = [record for record in sent if record[2] not in rejected]
-        for name, then in thens:
+        for name, then in callbacks:
             if name in rejected:
                 asyncio.get_running_loop().call_soon(then, rejected[name])
-        self._thens[:0] = [(name, then) for name, then in thens if name not in rejected]
+        self._callbacks[:0] = [(name, then) for name, then in callbacks if name not in rejected]
 
     @staticmethod
-    async def _aside(client: TransactionalClient, call: Callable[[], dict[int, int]]) -> dict[int, int]:
-        """In a thread of its own, and for so long only: a client that hangs must not hold up the end of the task.
+    async def _call_in_thread(
+        client: TransactionalClient, call: Callable[[], dict[int, int]]
+    ) -> dict[int, int]:
+        """Call in a thread of its own and wait :data:`COMMIT_SECONDS` at most, so that a hanging client hangs no task.
 
-        The thread may come back when nobody waits any more and another client is in use: it knows its own alone.
+        An abandoned thread may return when another client is in use. It knows only its own client.
         """
         ended: asyncio.Future[dict[int, int]] = asyncio.get_running_loop().create_future()
         loop = ended.get_loop()
 
-        def tell(found: dict[int, int] | BaseException) -> None:
+        def finish(result: dict[int, int] | BaseException) -> None:
             if ended.done():
                 return
-            if isinstance(found, BaseException):
-                ended.set_exception(found)
+            if isinstance(result, BaseException):
+                ended.set_exception(result)
             else:
-                ended.set_result(found)
+                ended.set_result(result)
 
         def main() -> None:
-            found: dict[int, int] | BaseException
+            result: dict[int, int] | BaseException
             try:
-                found = call()
+                result = call()
             except BaseException as error:
-                found = error
+                result = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, found)
+                loop.call_soon_threadsafe(finish, result)
 
-        threading.Thread(target=main, name="keylane-scribe", daemon=True).start()
+        threading.Thread(target=main, name="keylane-commit", daemon=True).start()
         try:
-            return await asyncio.wait_for(ended, PATIENCE)
+            return await asyncio.wait_for(ended, COMMIT_SECONDS)
         except TimeoutError:
-            # Whether it was committed after all is known when the next client has fenced this one.
-            client.over = AbortedError(f"a transaction was not taken: no answer within {PATIENCE:g} s")
-            raise client.over from None
+            # Whether it was committed is known when the next client has fenced this one.
+            client.failure = AbortedError(f"transaction not committed: no answer within {COMMIT_SECONDS:g} s")
+            raise client.failure from None
 
-    def mend(self) -> None:
-        """Make a new client of the same id in place of one that is of no use. Blocks. Raises BrokerError.
+    def reconnect(self) -> None:
+        """Create a new client with the same id to replace one that has failed. Blocks. Raises BrokerError.
 
-        It writes nothing before :meth:`trust`: should somebody have fenced the id, this has taken it back, so whoever
-        calls must look first whether it is still the owner.
+        The writer writes nothing until :meth:`resume`. If another task has fenced the id, the new client takes it back,
+        so the caller must first check that its task is still the owner.
         """
-        self._mended = self._connect()
+        self._new_client = self._connect()
 
-    def trust(self) -> None:
-        """Go on with the new client."""
-        self._client.hand_over()
-        self._client = self._mended
-        self._go_on()
+    def resume(self) -> None:
+        """Continue with the new client."""
+        self._client.discard()
+        self._client = self._new_client
+        self._send_waiting()
 
-    def _go_on(self) -> None:
+    def _send_waiting(self) -> None:
         self._committing = False
         waiting, self._waiting = self._waiting, []
         for record in waiting:
             self._send(record)
 
-    def _placed(self, error: Any, message: Any) -> None:
-        self._client.placed(error, message)  # of the client that it went to: not known when it was put
+    def _on_delivery(self, error: Any, message: Any) -> None:
+        # Bound to the writer: when the record was put, its client was not known yet.
+        self._client.on_delivery(error, message)
         if error is not None and is_rejection(error):
             self._rejected[message.key()] = f"topic {self._topic!r} rejects the record: {error.str()}"
 
-    def _send(self, record: Put) -> None:
+    def _send(self, record: ProduceArgs) -> None:
         try:
             self._client.put(record)
         except (FencedError, BrokerError) as error:
@@ -322,18 +330,19 @@ class TransactionalWriter:
                 self._sent.append(record)
 
     def close(self) -> None:
-        """It is of no use any more. Blocks for a few seconds at most."""
-        self._client.give_up()
+        """Close the client. Blocks for a few seconds at most."""
+        self._client.close()
 
-    def write(self, notes: Iterable[Note]) -> None:
+    def write_blocking(self, state_records: Iterable[StateRecord]) -> None:
         """Write records of the state topic in a transaction of their own, while nothing else is put. Blocks."""
         client = self._client
         client.begin()
-        for partition, name, value in notes:
-            client.put((self._topic, value, name, partition, client.placed, None, 0, self._labels.of(name)))
+        for partition, name, value in state_records:
+            labels = self._labels.of(name)
+            client.put((self._topic, value, name, partition, client.on_delivery, None, 0, labels))
         self.written |= client.commit([])
 
 
-def _record(record: tuple[str, bytes | None, bytes | None]) -> Put:
+def _other_record(record: tuple[str, bytes | None, bytes | None]) -> ProduceArgs:
     topic, value, key = record
     return (topic, value, key, _ANY_PARTITION, None, None, 0, [])

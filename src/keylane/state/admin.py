@@ -13,7 +13,7 @@ from keylane import strict_json as wire
 from keylane.dlq.record import Home
 from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
-from keylane.kafka.cluster import TIMEOUT, Cluster
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.offsets.identity import TopicIdentity
 from keylane.state.answers import CommandAnswer, decode_command_answer
 from keylane.state.commands import Command, audit_name, new_command_id, operator_name
@@ -213,7 +213,7 @@ class AdminClient:
                 "Try again in a moment"
             )
         if self._producer is None:  # it takes half a second to be ready: made once, for the first order
-            self._producer = self._settings.producer(**{"message.timeout.ms": int(TIMEOUT * 1000)})
+            self._producer = self._settings.producer(**{"message.timeout.ms": int(REQUEST_SECONDS * 1000)})
         producer = self._producer
         failed: list[str] = []
 
@@ -253,7 +253,7 @@ class AdminClient:
                     else:
                         break
                 producer.poll(0)
-        left = producer.flush(TIMEOUT)
+        left = producer.flush(REQUEST_SECONDS)
         if left or failed:
             raise BrokerError(
                 f"the order could not be written to topic {self._topic!r}: {failed[0] if failed else 'no answer'}"

@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 from keylane import strict_json as wire
 from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
-from keylane.kafka.cluster import TIMEOUT, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, introduce
 from keylane.kafka.partition_reader import PartitionReader
 from keylane.lanes.lane_record import KEYLESS, LANE, decode_lane, decode_retries
 from keylane.offsets.metadata import decode
@@ -126,7 +126,7 @@ _POLLS = 20
 
 
 def order_stop(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = TIMEOUT
+    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = REQUEST_SECONDS
 ) -> None:
     """Tell the tasks of this run to drain and end. Raises BrokerError when the order could not be written."""
     _order(settings, topic, partitions, STOP, {"run": run}, timeout)
@@ -141,7 +141,7 @@ def order_plan(
     wants what there was. Raises BrokerError when the order could not be written.
     """
     wanted = {"run": run, "number": number, "tasks": tasks}
-    _order(settings, topic, partitions, REPLAN, wanted, TIMEOUT)
+    _order(settings, topic, partitions, REPLAN, wanted, REQUEST_SECONDS)
 
 
 def _order(
@@ -315,7 +315,8 @@ class StateTopic:
                 if self._read(message):
                     left.discard(message.partition())
             self._reader.check_silence(
-                3 * TIMEOUT, f"partitions {sorted(left)} of topic {self.topic!r} were not read to their ends"
+                3 * REQUEST_SECONDS,
+                f"partitions {sorted(left)} of topic {self.topic!r} were not read to their ends",
             )
 
     def rest(self) -> None:

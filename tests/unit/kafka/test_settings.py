@@ -99,7 +99,7 @@ class Port:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], str]]:
-    monkeypatch.setattr(cluster, "TIMEOUT", 2.0)
+    monkeypatch.setattr(cluster, "REQUEST_SECONDS", 2.0)
     ports: list[Port] = []
 
     def opened(answer: bytes) -> str:

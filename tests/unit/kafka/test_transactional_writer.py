@@ -11,8 +11,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
 from keylane.errors import AbortedError, FencedError
-from keylane.kafka import transactional_client as transactions
-from keylane.kafka import transactional_writer as scribes
+from keylane.kafka import transactional_client, transactional_writer
 from keylane.kafka.transactional_client import TransactionalClient
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.state.labels import Labels
@@ -22,7 +21,7 @@ class Client:
     """A transactional client whose commits take until they are let go."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.over = None
+        self.failure = None
         self.open = False
         self.records: list[bytes] = []
         self.go = threading.Event()
@@ -44,7 +43,7 @@ def test_nothing_gets_into_a_transaction_that_is_being_committed_when_its_task_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its progress is taken: a result that came in behind it would be there twice when its message runs again."""
-    monkeypatch.setattr(scribes, "TransactionalClient", Client)
+    monkeypatch.setattr(transactional_writer, "TransactionalClient", Client)
     writer = TransactionalWriter(None, "app", "app.state", None, labels=Labels(None), exact=True)  # type: ignore[arg-type]
     client: Any = writer._client
 
@@ -73,16 +72,16 @@ class Aborting(Client):
         records, self.records, self.open = self.records, [], False
         if self.aborts:
             self.aborts -= 1
-            raise AbortedError("a transaction was not taken")
+            raise AbortedError("transaction not committed")
         self.committed += records
         return {}
 
-    def placed(self, _error: Any, _message: Any) -> None:
+    def on_delivery(self, _error: Any, _message: Any) -> None:
         pass
 
 
 def aborting(monkeypatch: pytest.MonkeyPatch, aborts: int = 1) -> tuple[TransactionalWriter, Aborting]:
-    monkeypatch.setattr(scribes, "TransactionalClient", Aborting)
+    monkeypatch.setattr(transactional_writer, "TransactionalClient", Aborting)
     writer = TransactionalWriter(None, "app", "app.state", None, labels=Labels(None))  # type: ignore[arg-type]
     client: Any = writer._client
     client.aborts = aborts
@@ -95,13 +94,13 @@ def test_notes_of_an_aborted_transaction_are_in_the_next(monkeypatch: pytest.Mon
 
     async def main() -> None:
         writer.attach()
-        writer.note(0, b"lane/k", b"blocked", told.append)
-        writer.note(0, b"order", b"done", told.append)
+        writer.put_state(0, b"lane/k", b"blocked", told.append)
+        writer.put_state(0, b"order", b"done", told.append)
         for _ in range(2):
             with pytest.raises(AbortedError):
                 await writer.commit()
-            assert writer.busy
-        writer.note(0, b"lane/k", b"free", told.append)
+            assert writer.has_records
+        writer.put_state(0, b"lane/k", b"free", told.append)
         await writer.commit()
 
     asyncio.run(main())
@@ -119,8 +118,8 @@ def test_progress_of_an_aborted_transaction_is_not_sent_again(monkeypatch: pytes
 
         async def progress(value: bytes) -> None:
             offsets: list[Any] = ["offset"]
-            async with writer.turn():
-                writer.note(0, b"lane/k", b"blocked", told.append)
+            async with writer.exclusive():
+                writer.put_state(0, b"lane/k", b"blocked", told.append)
                 await writer.commit_with(offsets, [(0, b"progress", value)], [("ledger", b"l" + value, b"k")])
 
         with pytest.raises(AbortedError):
@@ -143,9 +142,9 @@ def test_a_note_larger_than_its_topic_takes_is_refused(monkeypatch: pytest.Monke
 
     async def main() -> None:
         writer.attach()
-        writer.note(0, b"lane/" + b"k" * 1_000, b"blocked", told.append)
+        writer.put_state(0, b"lane/" + b"k" * 1_000, b"blocked", told.append)
         assert told == [], "never from inside the call"
-        writer.note(0, b"lane/k", b"blocked", told.append)
+        writer.put_state(0, b"lane/k", b"blocked", told.append)
         await writer.commit()
 
     asyncio.run(main())
@@ -160,10 +159,10 @@ def test_a_note_that_the_broker_rejects_is_not_sent_again(monkeypatch: pytest.Mo
 
     async def main() -> None:
         writer.attach()
-        writer.note(0, b"large", b"1", told.append)
-        writer.note(0, b"small", b"2", told.append)
+        writer.put_state(0, b"large", b"1", told.append)
+        writer.put_state(0, b"small", b"2", told.append)
         rejected = SimpleNamespace(key=lambda: b"large")
-        writer._placed(ClientError(ClientError.MSG_SIZE_TOO_LARGE), rejected)
+        writer._on_delivery(ClientError(ClientError.MSG_SIZE_TOO_LARGE), rejected)
         with pytest.raises(AbortedError):
             await writer.commit()
         await writer.commit()
@@ -192,11 +191,11 @@ class Fenced:
 
 def fenced(monkeypatch: pytest.MonkeyPatch, *, after: float, exact: bool) -> TransactionalClient:
     """Transactions of which one was opened so many seconds ago."""
-    monkeypatch.setattr(transactions, "transactional", lambda *_: Fenced())
+    monkeypatch.setattr(transactional_client, "transactional_producer", lambda *_: Fenced())
     client = TransactionalClient(None, "app.1", None, exact=exact)  # type: ignore[arg-type]
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(transactions, "time", clock)
+    monkeypatch.setattr(transactional_client, "time", clock)
     client.begin()
     clock.monotonic = lambda: now + after
     return client

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from keylane.kafka import cluster
-from keylane.kafka.transactional_writer import MAX_PROGRESS
+from keylane.kafka.transactional_writer import PROGRESS_CHARS_MAX
 
 
 def test_state_topic_takes_the_largest_record() -> None:
-    assert int(cluster.STATE["max.message.bytes"]) > MAX_PROGRESS + 10_000, (
+    assert int(cluster.STATE["max.message.bytes"]) > PROGRESS_CHARS_MAX + 10_000, (
         "whatever the broker's own limit is"
     )
     assert cluster.STATE["cleanup.policy"] == "compact"
