@@ -12,12 +12,11 @@ import logging
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import count
-from math import inf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keylane.engine.attempts import RetryAttempts
+from keylane.engine.capacity import BufferCapacity
 from keylane.engine.clock import Clock
 from keylane.engine.counters import MessageCounters
 from keylane.engine.duplicates import Duplicates
@@ -27,14 +26,13 @@ from keylane.engine.hot_keys import HotKeyDetector
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.output import SentAloneError
 from keylane.engine.pipeline import pipeline_of
+from keylane.engine.refetch import Refetches
 from keylane.engine.stopped_lanes import StoppedLanes
 from keylane.engine.version_store import VersionStore
 from keylane.engine.versions import VersionedTable, Versions
-from keylane.errors import BrokerError, KeylaneError, Poison, SourceChangedError
-from keylane.lanes.eviction import LaneEvictor
+from keylane.errors import BrokerError, KeylaneError, Poison
 from keylane.lanes.lane_table import Lane, LaneState, LaneStatistics, LaneTable
 from keylane.lanes.ordering import GLOBAL
-from keylane.logs import short
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -74,19 +72,6 @@ class EngineStatistics:
     runners: int
 
 
-@dataclass(slots=True, kw_only=True)
-class _Asked:
-    """Messages that are being read again, and who is told of them and of how many are gone."""
-
-    then: Callable[[list[Delivery], int], None]
-    key: bytes | None
-    """Of their lane."""
-    partition: int
-    offsets: Sequence[int]
-    missing: int = 0
-    back: list[Delivery] = field(default_factory=list)
-
-
 class Engine:
     """Runs one task's messages. Everything happens on the loop it was made on; nothing here is thread-safe.
 
@@ -116,11 +101,31 @@ class Engine:
         room: Callable[[], int] | None = None,
         used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
+        duplicates: Duplicates | None = None,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
         self.acknowledged: list[Delivery] = []  # written by the producer's reports, emptied by settle()
+        self._loop = asyncio.get_running_loop()
+        self.clock = Clock(self._loop, wall)
+        self.now, self.wall = self.clock.now, wall
+        self.life = Lifecycle(self._loop)
         self.counters = MessageCounters()
+        self.attempts = RetryAttempts()
+        self.hooks = Hooks(app)
+        self.duplicates = duplicates or Duplicates(app.idempotency, app.order)
+        self.refetches = Refetches(
+            fetch=None
+            if app.order.max_tasks == 1
+            else fetch,  # else a lane may have messages of several partitions
+            on_evicted=let_go,
+            make=self.make,
+            order=app.order,
+            counters=self.counters,
+            attempts=self.attempts,
+            duplicates=self.duplicates,
+            life=self.life,
+        )
         self.refusals: list[
             tuple[Delivery, Any]
         ] = []  # results that were not written, and the client's errors
@@ -133,49 +138,36 @@ class Engine:
         self._lane_key = None if app.order.by_key else app.order.lane_key
         self.spans_partitions = app.order.max_tasks == 1
         self._observer = app.observer
-        self._fetch: Callable[[int, int, Sequence[int]], None] = fetch or (
-            lambda *_: None
-        )  # then nothing asks
-        self._let_go = let_go
         self.progress = progress
         self.read_to = read_to
-        self._tickets = count(1)
-        self._asked: dict[int, _Asked] = {}  # by ticket
-        if self.spans_partitions:
-            fetch = None  # a lane has messages of several partitions, which are held
-        self.lets_go = fetch is not None
         self.table: LaneTable[Delivery]
         self.versions: Versions | None = None
-        back = None if fetch is None else self._ask_back
-        self._room = room or (lambda: app.max_buffered)
-        used = used or (lambda: self.held - self.table.away + self._coming)
-        self._coming = 0  # messages that are being read again
+        room = room or (lambda: app.max_buffered)
+        used = used or (lambda: self.capacity.buffered + self.refetches.incoming)
+        back = self._refetch if self.refetches.possible else None
         if app.versions is None:
             self.table = LaneTable(
-                let_go=self.let_go, fetch=back, room=self._room, used=used, retry_share=app.retry_share
+                let_go=self.refetches.evicted, fetch=back, room=room, used=used, retry_share=app.retry_share
             )
         else:
             table = self.table = VersionedTable(
-                let_go=self.let_go, fetch=back, room=self._room, used=used, retry_share=app.retry_share
+                let_go=self.refetches.evicted, fetch=back, room=room, used=used, retry_share=app.retry_share
             )
             self.versions = Versions(app.versions, self, app, table, store or VersionStore())
-        self._evictor: LaneEvictor[Delivery] = LaneEvictor()
-        self._looking: asyncio.TimerHandle | None = None  # while there is little room
-        # Messages that wait for a version have given up their places already.
-        self._look_after = 0.0 if fetch is not None and app.versions is None else inf
+        self.capacity = BufferCapacity(
+            self.table,
+            self.counters,
+            self.clock,
+            room=room,
+            # Messages that wait for a version have given up their places already.
+            evicts=self.refetches.possible and app.versions is None,
+        )
         self.skew = HotKeyDetector(self.table, tell=lambda hot: self.hooks.call("hot", hot))
-        self.seen = Duplicates(app.idempotency, app.order)
-        self._loop = asyncio.get_running_loop()
-        self.clock = Clock(self._loop, wall)
-        self.now, self.wall = self.clock.now, wall
-        self.life = Lifecycle(self._loop)
         self._runners: set[asyncio.Task[None]] = set()
         self._parked: deque[asyncio.Future[None]] = deque()  # runners with nothing to do
         self._standby = False  # a runner is scheduled and has not looked at the ready lanes yet
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self.attempts = RetryAttempts()
-        self.hooks = Hooks(app)
         self.stopped_lanes = StoppedLanes(self, output)
         self.failure_handler = FailureHandler(self, app, self.pipeline.opened, rng=rng)
         self._batchers = [step.batcher for step in self.pipeline.opened if step.batcher is not None]
@@ -201,7 +193,7 @@ class Engine:
         watermark, then those above it that are done. A partition's records come in its order, over this and
         :meth:`accept` together. They do not run, and are not held. Does nothing when the app has no ``idempotency``.
         """
-        self.seen.note_done_before(records)
+        self.duplicates.note_done_before(records)
 
     def accept(self, records: Sequence[Record]) -> None:
         """Queue records, in the order of their partitions, into their lanes."""
@@ -218,12 +210,11 @@ class Engine:
             except Exception as error:
                 self.fail(KeylaneError(f"order={self._app.order!r} cannot tell a message's lane: {error!r}"))
                 return
-        if self.seen.active:
-            self.seen.arrived(records, deliveries, keys)
+        if self.duplicates.active:
+            self.duplicates.arrived(records, deliveries, keys)
         self.table.arrive_all(keys, deliveries, now)
         self.counters.accepted += len(records)
-        if now >= self._look_after and self._looking is None and self._crowded:
-            self._look()
+        self.capacity.arrived(now)
         self._ensure_runner()
 
     def lane_key(self, key: bytes | None, partition: int) -> bytes | None:
@@ -277,9 +268,9 @@ class Engine:
                 task.cancel()
             _, runners = await asyncio.wait(runners, timeout=1.0)
             self.stubborn = bool(runners) and self.now() >= deadline
-        for single in (self._timer, self._looking):
-            if single is not None:
-                single.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.capacity.close()
         self.clock.close()
         if self.versions is not None:
             self.versions.close()
@@ -369,37 +360,7 @@ class Engine:
 
         The engine fails when one has another key than its lane: then these are not the messages that were let go of.
         """
-        asked = self._asked.get(ticket)
-        if asked is None:
-            return
-        size = 0
-        for record in records:
-            delivery = self.make(record)
-            found = self._app.order.lane_key(delivery)
-            if found != asked.key:
-                self.fail(
-                    SourceChangedError(
-                        f"expected a message of lane {short(asked.key)!r} at {delivery.position}, found one of lane "
-                        f"{short(found)!r}: the source topic was recreated. The next epoch reads it from its start"
-                    )
-                )
-                return
-            self.attempts.recall((delivery,))
-            asked.back.append(delivery)
-            size += len(delivery.value or b"")
-        self._let_go(asked.partition, 0, -size)
-        asked.missing += missing
-        self.counters.accepted -= missing
-        if len(asked.back) + asked.missing < len(asked.offsets):
-            return
-        del self._asked[ticket]
-        self._coming -= len(asked.offsets)
-        if asked.missing:
-            gone = set(asked.offsets).difference(d.offset for d in asked.back)
-            self.seen.gone(asked.partition, gone)
-            for offset in gone:
-                self.attempts.forget(asked.partition, offset)
-        asked.then(asked.back, asked.missing)
+        self.refetches.returned(ticket, records, missing)
         self.life.changed()
         self._ensure_runner()
 
@@ -465,48 +426,10 @@ class Engine:
             self.life.changed()
             self._ensure_runner()
 
-    def ask_back(
-        self,
-        key: bytes | None,
-        partition: int,
-        offsets: Sequence[int],
-        then: Callable[[list[Delivery], int], None],
-    ) -> None:
-        """Read messages of one lane again that were let go of; ``then`` is given them, and how many are gone."""
-        ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(then=then, key=key, partition=partition, offsets=offsets)
-        self._coming += len(offsets)
-        self._let_go(partition, -len(offsets), 0)  # from now on: nobody else may take the room
-        self._fetch(ticket, partition, offsets)
-
-    # Room.
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether half of the messages are held at which reading stops, the fetcher's being half of the room."""
-        return 4 * (self.held - self.table.away) > self._room()
-
     @property
     def behind(self) -> bool:
         """Whether a third of the room is taken: at a quarter long lanes let go, at half reading stops."""
-        return 3 * (self.held - self.table.away) > self._room()
-
-    def _look(self) -> None:
-        """While there is little room, see to it that it is not one lane's backlog that takes it."""
-        self._looking = None
-        relief, now = self._evictor, self.now()
-        if self.draining or not self._crowded:
-            relief.forget()
-            return
-        for excess in relief.look(self.table.lanes.values(), now, self._room()):
-            self.table.evict(excess.lane, excess.keep, excess.portion)
-        self._look_after = now + relief.wait
-        # Also when nothing more arrives, because there is no room for it.
-        self._looking = self._loop.call_at(self._look_after, self._look)
-
-    def let_go(self, delivery: Delivery) -> None:
-        """Of this message only the place is held."""
-        self._let_go(delivery.partition, 1, len(delivery.original or b""))
+        return self.capacity.behind
 
     def at(self, when: float, what: Callable[[], None]) -> asyncio.TimerHandle:
         """Do something at this time of the loop; whoever asks must cancel it when the engine ends."""
@@ -523,9 +446,11 @@ class Engine:
             self.versions.note_waits(kept)
         return kept
 
-    def _ask_back(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
+    def _refetch(self, lane: Lane[Delivery], partition: int, offsets: Sequence[int]) -> None:
         key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
-        self.ask_back(key, partition, offsets, lambda back, gone: self.table.returned(lane, back, gone))
+        self.refetches.request(
+            key, partition, offsets, lambda back, gone: self.table.returned(lane, back, gone)
+        )
 
     # Runners.
 
@@ -555,7 +480,7 @@ class Engine:
         records, held, twice = (
             self.stopped_lanes.records,
             self.stopped_lanes.held,
-            self.seen.waiting,
+            self.duplicates.waiting,
         )  # almost always empty
         versioned = self.versions is not None
         last, turns = len(steps), 0
@@ -649,7 +574,7 @@ class Engine:
             return False
         failure_state = delivery.failure_state
         redriven = failure_state is not None and failure_state.letter is not None
-        twice = not redriven and (delivery.partition, delivery.offset) in self.seen.waiting
+        twice = not redriven and (delivery.partition, delivery.offset) in self.duplicates.waiting
         if twice and self.stopped_lanes.repeats(delivery):
             self.pass_over(lane, delivery)
             return False
@@ -684,7 +609,7 @@ class Engine:
         if done:
             for delivery in self.counters.add_done(done):
                 if not delivery.redriven:  # the message of a dead letter may wait in its lane
-                    self.seen.done(delivery)
+                    self.duplicates.done(delivery)
             if self.attempts:
                 self.attempts.forget_done(done)
             if self.versions is not None:

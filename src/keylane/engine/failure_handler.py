@@ -90,7 +90,7 @@ class FailureHandler:
     def passed(self, delivery: Delivery) -> None:
         """A message in trouble came through."""
         if delivery.failure_state is not None and delivery.failure_state.letter is not None:
-            self._engine.seen.came_through(delivery)
+            self._engine.duplicates.came_through(delivery)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery, failure_state: FailureState) -> bool:
         """Whether a message that came back with attempts from before may run now; if not, its lane waits."""

@@ -54,7 +54,7 @@ class Redriver:
 
     def ran_before(self, record: Record) -> None:
         """Note a letter that was redriven, maybe in an earlier task: a letter that repeats its event does not run."""
-        self._engine.seen.came_through(Message(record))
+        self._engine.duplicates.came_through(Message(record))
 
     async def run(self, found: Iterable[RedriveItem]) -> list[Delivery]:
         """Run these letters, each lane's in the order of their source, and wait until all of them are done."""

@@ -97,13 +97,13 @@ class StoppedLanes:
                 if not parked:
                     self._leave(lane, delivery)
                     return False
-                if not engine.seen.was_redriven(delivery):
+                if not engine.duplicates.was_redriven(delivery):
                     return True
                 engine.pass_over(lane, delivery)
                 return False
             if parked:  # it is older than the next letter, and has none itself
                 self._begin_again(delivery, record)
-                engine.seen.came_through(delivery)  # a letter that repeats its event comes after it
+                engine.duplicates.came_through(delivery)  # a letter that repeats its event comes after it
                 return True
             if self._ran_before(delivery, record):
                 engine.pass_over(lane, delivery)
@@ -153,7 +153,7 @@ class StoppedLanes:
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
         """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
-        repeats = self._engine.seen.waiting.get((delivery.partition, delivery.offset))
+        repeats = self._engine.duplicates.waiting.get((delivery.partition, delivery.offset))
         return repeats is not None and record.partition == delivery.partition and repeats < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
@@ -491,8 +491,8 @@ class StoppedLanes:
                 assert letter.failure_state is not None  # noqa: S101 - redriven messages have a letter
                 if partition != letter.partition or not letter.failure_state.in_source:
                     continue
-                if place not in engine.seen.waiting and not progress.is_done(letter.offset):
-                    engine.seen.waiting[place] = letter.offset
+                if place not in engine.duplicates.waiting and not progress.is_done(letter.offset):
+                    engine.duplicates.waiting[place] = letter.offset
                     self._repeats[place] = letter
 
     def repeats(self, delivery: Delivery) -> bool:
@@ -507,7 +507,7 @@ class StoppedLanes:
         was, came = letter.record, delivery.record
         if (was.key(), was.value(), was.timestamp()) == (came.key(), came.value(), came.timestamp()):
             return True
-        del self._engine.seen.waiting[place]
+        del self._engine.duplicates.waiting[place]
         return False
 
     def withdraw(self, key: bytes) -> None:

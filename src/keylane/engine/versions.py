@@ -393,11 +393,11 @@ class Versions:
     def _let_go(self, held: _Held) -> None:
         """Keep only its place: what it waits for must still be read."""
         delivery = held.delivery
-        if delivery is None or held.redriven or delivery.attempts or not self._engine.lets_go:
+        if delivery is None or held.redriven or delivery.attempts or not self._engine.refetches.possible:
             return
         held.delivery = None
         self._in_memory -= 1
-        self._engine.let_go(delivery)
+        self._engine.refetches.evicted(delivery)
 
     def _kept_back(self, key: bytes, held: _Held) -> bool:
         """Whether its lane does not take it now: it has stopped, or is being redriven and this is no letter."""
@@ -440,7 +440,7 @@ class Versions:
             self._in_memory -= 1
             self._insert(key, held, held.delivery)
         else:
-            self._engine.ask_back(
+            self._engine.refetches.request(
                 key, held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
             )
 

@@ -248,9 +248,9 @@ class Task:
             room=lambda: fetcher.room,
             used=lambda: fetcher.buffered,
             store=worker_session.versions,
+            duplicates=worker_session.seen,
         )
-        engine.seen = worker_session.seen or engine.seen
-        worker_session.seen = engine.seen
+        worker_session.seen = engine.duplicates
         worker_session.writer.fail = engine.fail
         commands = self._commands = CommandExecutor(
             engine,

@@ -408,7 +408,7 @@ def test_a_duplicate_is_counted_has_an_outcome_of_its_own_and_is_done_in_lane_or
         ]
         statistics = engine.statistics()
         assert (statistics.outcomes, statistics.held) == ({Outcome.OK: 2, Outcome.DUPLICATE: 1}, 0)
-        assert engine.seen.waiting == {}
+        assert engine.duplicates.waiting == {}
         assert await engine.drain(1.0)
 
     assert Outcome.DUPLICATE.value == "duplicate"
@@ -472,7 +472,7 @@ def test_the_copy_of_a_message_that_is_gone_from_the_log_runs() -> None:
         await engine.finish()
         assert [d.offset for d in done if d.outcome is Outcome.OK] == [*range(98), 99, 101, 103]
         assert [d.offset for d in done if d.outcome is Outcome.DUPLICATE] == [102, 104]
-        assert (engine.held, engine.seen.waiting) == (0, {})
+        assert (engine.held, engine.duplicates.waiting) == (0, {})
         await engine.drain(1.0)
 
     asked: list[tuple[int, int, Sequence[int]]] = []

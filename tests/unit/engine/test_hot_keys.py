@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import App, HotKey, Message, Retry, Transient
+from keylane.engine.capacity import BufferCapacity
 from keylane.engine.engine import Engine
 from keylane.engine.hot_keys import WARN_INTERVAL_SECONDS, HotKeyDetector
 from keylane.lanes import lane_table as lanes
@@ -94,13 +95,13 @@ def test_a_hot_lane_keeps_its_order_over_crashes_and_drains(seed: int) -> None:
 
 def test_what_a_hot_lane_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    real = Engine._look
+    real = BufferCapacity._look
 
-    def look(engine: Engine) -> None:
-        real(engine)
-        held.append(engine.held - engine.table.away)
+    def look(capacity: BufferCapacity) -> None:
+        real(capacity)
+        held.append(capacity.buffered)
 
-    monkeypatch.setattr(Engine, "_look", look)
+    monkeypatch.setattr(BufferCapacity, "_look", look)
     skewed(slow())
     assert held, "there was little room at some time"
     assert max(held) <= 500, "half of the room: the fetcher would have gone on"
@@ -190,12 +191,12 @@ def test_keys_behind_a_wall_of_a_single_key_are_reached() -> None:
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The most messages in memory, and being read again, after anything was read."""
     most = [0]
-    for name in ("accept", "returned", "ask_back"):
+    for name in ("accept", "returned"):
         real = getattr(Engine, name)
 
         def counting(engine: Engine, *given: Any, _real: Any = real) -> None:
             _real(engine, *given)
-            most[0] = max(most[0], engine.held - engine.table.away)
+            most[0] = max(most[0], engine.capacity.buffered)
 
         monkeypatch.setattr(Engine, name, counting)
     return most
