@@ -80,7 +80,7 @@ class Owner:
         async def one() -> None:
             self.writer.attach()
             async with self.writer.exclusive():
-                await self.writer.commit_with(notes=self.ownership.release())
+                await self.writer.commit_with(state_records=self.ownership.release())
 
         asyncio.run(one())
 
@@ -397,7 +397,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
     assert progress(log, app) == 10
     assert time.monotonic() - began < 5, "nobody waits for it who only wants to know"
     client.close()
-    assert Cluster(log.settings).committed(app, f"{app}.in", [0], settled=True)[0][0] == 10
+    assert Cluster(log.settings).committed(app, f"{app}.in", [0], stable=True)[0][0] == 10
 
 
 def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log: Log, app: str) -> None:

@@ -88,7 +88,9 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
         node.kill()
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(reader.latestOffset, start, None)
-            wait_until(lambda: asked.done() or "asked again" in caplog.text, 10, "it has asked once in vain")
+            wait_until(
+                lambda: asked.done() or "retrying for up to" in caplog.text, 10, "it has asked once in vain"
+            )
             node.start()
             planned = asked.result(30)
         assert planned["epoch"] == 1

@@ -339,7 +339,7 @@ def test_partitions_and_topics_that_are_added_are_read_from_their_beginning(
 def test_a_stream_whose_topic_goes_fails_or_waits_for_it_and_reads_a_new_one_from_its_beginning(
     topics: Topics, log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(cluster_module, "PLANNER_RETRY_SECONDS", 0.2)
     log.create(name, partitions=1)
     log.send(name, numbered(10))
     strict = topics.stream("offset", subscribe=name, startingOffsets="earliest")

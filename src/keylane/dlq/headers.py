@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 BORDER = "keylane-app"
 """The first of our headers."""
 
-# Bytes. Together they stay below what a dead letter may be larger than its message (cluster.DEAD_LETTER_ROOM).
+# Bytes. Together they stay below what a dead letter may be larger than its message (cluster.DEAD_LETTER_ROOM_BYTES).
 _MESSAGE, _TRACEBACK, _FAILURES, _NAME, _FAILED = 6_000, 24_000, 16_000, 500, 300
 
 
@@ -60,7 +60,7 @@ def dead_letter_headers(
     at: float | None = None,
     unreadable: str | None = None,
 ) -> Headers:
-    """The headers to put behind the message's own; less than ``cluster.DEAD_LETTER_ROOM`` bytes, whatever failed.
+    """The headers to put behind the message's own; less than ``cluster.DEAD_LETTER_ROOM_BYTES`` bytes, whatever failed.
 
     ``source`` is the topic that the message lay in.
     ``letter`` is None for a message that is parked behind the one that failed; ``at`` is then when that was.

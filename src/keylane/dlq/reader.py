@@ -9,7 +9,7 @@ from keylane.dlq.headers import dead_letter_headers, parse
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, Home, UnreadableDeadLetter
 from keylane.errors import BrokerError
 from keylane.kafka.client import TopicPartition
-from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _read(
     limits = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
     consumer = settings.consumer(topic.removesuffix(".dlq"), **limits)  # a group that the app has rights on
     try:
-        introduce(consumer, topic)
+        load_metadata(consumer, topic)
         reader = PartitionReader(consumer, topic)
         reader.assign({p: span.start for p, span in spans.items()})
         left = {p: span.stop for p, span in spans.items()}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import Then
+    from keylane.engine.output import Then
     from keylane.kafka.client import Producer
     from keylane.kafka.transactional_writer import TransactionalWriter
     from keylane.message import Headers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keylane.doctor.finding import Finding, counted, fault, note, ok, unknown, warning
 from keylane.doctor.judge import MAX_CLOCK_SKEW_SECONDS
-from keylane.kafka.cluster import DEAD_LETTER_ROOM
+from keylane.kafka.cluster import DEAD_LETTER_ROOM_BYTES
 from keylane.worker.progress import OFFSET_REFRESH_SECONDS
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None)
                 "set its cleanup.policy=compact (kafka-configs.sh --alter --entity-type topics …)",
             )
         if check == "dead letters":
-            yield from _message_size(check, name, topic, source, DEAD_LETTER_ROOM)
+            yield from _message_size(check, name, topic, source, DEAD_LETTER_ROOM_BYTES)
             kept = topic.number("retention.ms")
             if kept is not None and 0 <= kept / 1000 < _WEEK_SECONDS:
                 yield warning(

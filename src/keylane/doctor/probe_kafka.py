@@ -19,7 +19,7 @@ from keylane.kafka.client import (
     TopicCollection,
     TopicPartition,
 )
-from keylane.kafka.cluster import Cluster, patiently
+from keylane.kafka.cluster import Cluster, retry_while_moving
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
 
@@ -122,7 +122,7 @@ class _Probe:
             return asked[name].result(_ANSWER_TIMEOUT_SECONDS)
 
         try:
-            found = patiently(ask)  # a new broker creates its coordinator at the first request
+            found = retry_while_moving(ask)  # a new broker creates its coordinator at the first request
         except KafkaException as error:
             if error.args[0].code() == ClientError.GROUP_ID_NOT_FOUND:  # a group that was never used
                 return GroupFacts(state="absent")

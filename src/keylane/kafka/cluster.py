@@ -1,4 +1,4 @@
-"""Questions to the cluster, and the topics an app owns."""
+"""Queries to the cluster, and creation of the topics that an app owns."""
 
 from __future__ import annotations
 
@@ -39,36 +39,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.kafka")
 
 REQUEST_SECONDS = 10.0
-"""Seconds to wait for an answer from the cluster before saying that there is none."""
-_SETTLES = 1.0
-_ANSWER = 3.0
-_NEW_LEADER = 25.0
-"""Seconds for a partition to get a new leader; brokers give up on one that died after 9."""
-
-PATIENCE = 60.0
-"""Seconds that a :func:`patient` call goes on asking."""
-_SAY_EVERY = 10.0
-
-STATE_SEGMENT = 32 << 20
-STATE = {
+"""Time for the cluster to answer a request."""
+PLANNER_RETRY_SECONDS = 60.0
+"""Time for which a :func:`wait_for_cluster` call is retried."""
+STATE_SEGMENT_BYTES = 32 << 20
+STATE_CONFIG = {
     "cleanup.policy": "compact",
-    "segment.bytes": str(STATE_SEGMENT),
-    # Kafka's own default, which brokers may lower: a record of large progress must fit.
+    "segment.bytes": str(STATE_SEGMENT_BYTES),
+    # Kafka's own default. A broker may have a lower one, and a record of large progress must fit.
     "max.message.bytes": "1048588",
 }
 """Settings of the state topic."""
-STATE_ROOM = 65_536
-"""Bytes a lane's record may be larger than the key of its message: the failure's context."""
-TELEMETRY = {"retention.ms": "86400000", "segment.ms": "3600000", "segment.bytes": str(16 << 20)}
-"""A day of it, in segments of an hour at most: a segment goes as a whole."""
-DEAD_LETTER_ROOM = 65_536
-"""Bytes a dead letter may be larger than its message: the failure's context."""
+STATE_ROOM_BYTES = 65_536
+"""By how much a lane's record may be larger than the key of its message: the failure's context."""
+TELEMETRY_CONFIG = {"retention.ms": "86400000", "segment.ms": "3600000", "segment.bytes": str(16 << 20)}
+"""One day, in segments of an hour at most, because a segment is deleted as a whole."""
+DEAD_LETTER_ROOM_BYTES = 65_536
+"""By how much a dead letter may be larger than its message: the failure's context."""
 
-
-_MOVING = (
+_COMMITTED_SECONDS = 1.0
+"""Time for which a query for committed offsets waits for a transaction that is about to change them."""
+_LIST_OFFSETS_SECONDS = 3.0
+_NEW_LEADER_SECONDS = 25.0
+"""Time for a partition to get a new leader. Brokers notice a dead one after 9 s."""
+_WARN_EVERY_SECONDS = 10.0
+_MOVING_CODES = (
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
-    ClientError.UNKNOWN_TOPIC_OR_PART,  # of a topic that was listed: it is so new that not every broker knows it
+    ClientError.UNKNOWN_TOPIC_OR_PART,  # a new topic that not every broker knows yet
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,
     ClientError.COORDINATOR_LOAD_IN_PROGRESS,
@@ -78,61 +76,64 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[], T], seconds: float = REQUEST_SECONDS) -> T:
-    """Call again while a leader or coordinator is being made or moved, for so many seconds at most."""
+def retry_while_moving(call: Callable[[], T], seconds: float = REQUEST_SECONDS) -> T:
+    """Retry a call while a leader or coordinator is elected or moves, for this time at most."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             return call()
         except KafkaException as error:
-            if error.args[0].code() not in _MOVING or time.monotonic() > deadline:
+            if error.args[0].code() not in _MOVING_CODES or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 
 
-def introduce(consumer: Consumer, topic: str) -> None:
-    """Let a new consumer find the topic now: by itself it would take up to a second after its assignment."""
+def load_metadata(consumer: Consumer, topic: str) -> None:
+    """Load the topic's metadata into a new consumer. By itself it would do so up to a second after its assignment.
+
+    Raises BrokerError if the topic cannot be read.
+    """
     try:
         consumer.list_topics(topic, timeout=REQUEST_SECONDS)
     except KafkaException as error:
         raise BrokerError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
 
 
-def patient(call: Callable[P, T]) -> Callable[P, T]:
-    """Make a call of the planner's wait for a cluster that is away: for :data:`PATIENCE` seconds, then it fails.
+def wait_for_cluster(call: Callable[P, T]) -> Callable[P, T]:
+    """Decorator for the planner's calls: retries BrokerError for :data:`PLANNER_RETRY_SECONDS`, then raises it.
 
-    A planner that fails ends the query, and all its tasks with it. One whose Spark has gone does not wait for anybody.
+    A planner that fails ends the query and all its tasks. It stops retrying when its Spark process is gone.
     """
 
     @functools.wraps(call)
-    def waiting(*args: P.args, **named: P.kwargs) -> T:
+    def retrying(*args: P.args, **named: P.kwargs) -> T:
         began, parent = time.monotonic(), os.getppid()
-        said = began - _SAY_EVERY
+        warned = began - _WARN_EVERY_SECONDS
         while True:
             try:
                 return call(*args, **named)
             except BrokerError as error:
                 now = time.monotonic()
-                if now - began >= PATIENCE or os.getppid() != parent:
+                if now - began >= PLANNER_RETRY_SECONDS or os.getppid() != parent:
                     raise BrokerError(f"{error}; waited for {now - began:.0f} s") from error
-                if now - said >= _SAY_EVERY:
-                    said = now
-                    log.warning("%s; asked again, for up to %g s", error, PATIENCE)
+                if now - warned >= _WARN_EVERY_SECONDS:
+                    warned = now
+                    log.warning("%s; retrying for up to %g s", error, PLANNER_RETRY_SECONDS)
                 time.sleep(0.5)
 
-    return waiting
+    return retrying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topics:
-    """What an app needs to know of its topics."""
+class AppTopics:
+    """What an app needs to know about its topics."""
 
     partitions: int
     """Of the source."""
     sink_limit: int
     """The sink's ``max.message.bytes``; 0 without a sink."""
     sink_stamps: bool
-    """Whether the sink gives records a time of its own."""
+    """Whether the sink replaces the timestamps of records with its own."""
 
 
 def _topic_id(described: Future[Any]) -> str:
@@ -161,20 +162,20 @@ def _rules(described: Future[Any]) -> TopicRules:
 
 
 class Cluster:
-    """The cluster behind a bootstrap address. Every method raises :class:`BrokerError` when it gets no answer."""
+    """The cluster behind a bootstrap address. Methods raise :class:`BrokerError` if it does not answer."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
-        self._admin = settings.admin()  # held: its answers never come once it is collected
-        self._readers: dict[tuple[str, str], Consumer] = {}
-        self._told: set[tuple[TopicIdentity, int]] = set()
+        self._admin = settings.admin()  # kept: the futures of a garbage-collected client never complete
+        self._group_consumers: dict[tuple[str, str], Consumer] = {}
+        self._warned: set[tuple[TopicIdentity, int]] = set()
 
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
         try:
             found = self._admin.list_topics(timeout=REQUEST_SECONDS)
         except KafkaException as error:
-            self._admin.poll(0)  # what went wrong with its connections
+            self._admin.poll(0)  # serves error_cb, which explain_no_answer() needs
             raise BrokerError(
                 f"no Kafka broker answered at {self._settings.bootstrap} within {REQUEST_SECONDS:g} s "
                 f"({error.args[0].str()}): {self._settings.explain_no_answer()}"
@@ -182,31 +183,27 @@ class Cluster:
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
 
-    def partitions(self, topic: str, what: str = "topic", *, among: Mapping[str, int] | None = None) -> int:
-        """How many partitions the topic has. Raises BrokerError when it does not exist.
+    def partitions(self, topic: str, what: str = "topic", *, known: Mapping[str, int] | None = None) -> int:
+        """The topic's number of partitions. Raises BrokerError if it does not exist.
 
-        ``among``: what :meth:`topics` said a moment ago.
+        ``what`` begins the message. ``known``: the result of a recent :meth:`topics`, to save a request.
         """
-        topics = self.topics() if among is None else among
+        topics = self.topics() if known is None else known
         if topic not in topics:
-            if not self._may_see(topic):
+            if not self._may_describe(topic):
                 raise BrokerError(
-                    f"{what} {topic!r}: this user may not see it at {self._settings.bootstrap}. "
+                    f"{what} {topic!r}: this user may not describe it at {self._settings.bootstrap}. "
                     "Allow DESCRIBE on it"
                 )
-            near = [name for name in sorted(topics) if not name.startswith("__")]
-            known = (
-                f"; there are: {', '.join(near[:10])}{' …' if len(near) > 10 else ''}"
-                if near
-                else "; there are no topics"
-            )
+            names = [name for name in sorted(topics) if not name.startswith("__")]
+            existing = f"; existing topics: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
             raise BrokerError(
-                f"{what} {topic!r} does not exist at {self._settings.bootstrap}{known}. "
-                "Create it, or correct its name"
+                f"{what} {topic!r} does not exist at {self._settings.bootstrap}"
+                f"{existing if names else '; there are no topics'}. Create it, or correct its name"
             )
         return topics[topic]
 
-    def _may_see(self, topic: str) -> bool:
+    def _may_describe(self, topic: str) -> bool:
         try:
             self._admin.describe_topics(TopicCollection([topic]), request_timeout=REQUEST_SECONDS)[
                 topic
@@ -216,9 +213,9 @@ class Cluster:
         return True
 
     def identity(self, source: str, dlq: str = "") -> AppIdentity:
-        """Which topics these are: a topic that was deleted and created again is another one.
+        """The identities of these topics. A topic that was deleted and created again has a new one.
 
-        A topic that does not exist has an empty id.
+        The id of a topic that does not exist is empty.
         """
         topics = [topic for topic in (source, dlq) if topic]
         try:
@@ -229,13 +226,13 @@ class Cluster:
         except KafkaException as error:
             names = " and ".join(map(repr, topics))
             raise BrokerError(f"the topic ids of {names} could not be read: {error.args[0].str()}") from error
-        one, other = (
+        of_source, of_dlq = (
             TopicIdentity(cluster=cluster, topic=topic, id=ids.get(topic, "")) for topic in (source, dlq)
         )
-        return AppIdentity(source=one, dlq=other)
+        return AppIdentity(source=of_source, dlq=of_dlq)
 
-    def prepare(self, app: AppSpec) -> Topics:
-        """Check the app's source and sink and create the topics it owns."""
+    def prepare(self, app: AppSpec) -> AppTopics:
+        """Check that the source and the sink exist, and create the app's own topics."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
         if app.sink is not None:
@@ -243,21 +240,22 @@ class Cluster:
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:
-            self._offer(app.telemetry_topic, TELEMETRY)
+            self._create_in_background(app.telemetry_topic, TELEMETRY_CONFIG)
         source_limit = self.setting(app.source, "max.message.bytes")
-        self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM)})
+        self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM_BYTES)})
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {})
-        if app.state not in self.topics():  # else it has the layout in force: the planner makes it grow
-            # What was written last is not compacted: small segments keep that little, and a task reads all of it.
-            # A lane's record has the key of its message, which may be as large as the source allows.
-            room = max(int(STATE["max.message.bytes"]), int(source_limit) + STATE_ROOM)
-            self.ensure(app.state, count, STATE | {"max.message.bytes": str(room)})
-        known = min(count, self.partitions(app.state))
-        return Topics(partitions=known, sink_limit=sink_limit, sink_stamps=stamps)
+        # An existing state topic keeps its number of partitions here: the planner adopts new ones.
+        if app.state not in self.topics():
+            # The last segment is not compacted, and a task reads all of it, so segments are small.
+            # A lane's record contains the key of its message, which may be as large as the source allows.
+            limit = max(int(STATE_CONFIG["max.message.bytes"]), int(source_limit) + STATE_ROOM_BYTES)
+            self.ensure(app.state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
+        partitions = min(count, self.partitions(app.state))
+        return AppTopics(partitions=partitions, sink_limit=sink_limit, sink_stamps=stamps)
 
-    def _offer(self, topic: str, config: dict[str, str]) -> None:
-        """Ask for a topic of one partition without waiting for it: who writes there can do without."""
+    def _create_in_background(self, topic: str, config: dict[str, str]) -> None:
+        """Create a topic with one partition, without waiting. A failure is only logged: the app runs without it."""
         if topic in self.topics():
             return
         new = NewTopic(topic, num_partitions=1, replication_factor=-1, config=config)
@@ -268,15 +266,13 @@ class Cluster:
                 error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS
             ):
                 log.warning(
-                    "topic %r could not be created (%s): the app runs without telemetry",
-                    topic,
-                    error.args[0].str(),
+                    "running without telemetry: creating topic %r failed: %s", topic, error.args[0].str()
                 )
 
         self._admin.create_topics([new], request_timeout=REQUEST_SECONDS)[topic].add_done_callback(answered)
 
     def ensure(self, topic: str, partitions: int, config: dict[str, str]) -> None:
-        """Create the topic, or give it more partitions when it has fewer."""
+        """Create the topic, or add partitions if it has fewer."""
         have = self.topics().get(topic)
         if have is None:
             self.create(topic, partitions, config)
@@ -284,14 +280,14 @@ class Cluster:
             more = [NewPartitions(topic, partitions)]
             self._wait(
                 self._admin.create_partitions(more, request_timeout=REQUEST_SECONDS),
-                f"topic {topic!r} could not grow",
+                f"partitions could not be added to topic {topic!r}",
             )
         self._wait_for(topic, partitions)
 
     def create(
         self, topic: str, partitions: int, config: Mapping[str, str], *, replication: int = -1
     ) -> bool:
-        """Create the topic, and wait until the cluster knows it; False when it was there already."""
+        """Create the topic and wait until the cluster knows it. False if it existed already."""
         new = NewTopic(topic, num_partitions=partitions, replication_factor=replication, config=dict(config))
         try:
             self._admin.create_topics([new], request_timeout=REQUEST_SECONDS)[topic].result()
@@ -306,7 +302,7 @@ class Cluster:
     def _wait_for(self, topic: str, partitions: int) -> None:
         deadline = time.monotonic() + REQUEST_SECONDS
         while self.topics().get(topic, 0) < partitions and time.monotonic() < deadline:
-            time.sleep(0.02)  # created is not yet known to everyone
+            time.sleep(0.02)  # the brokers learn of it one after another
 
     def setting(self, topic: str, name: str) -> str:
         """One setting of a topic."""
@@ -318,17 +314,19 @@ class Cluster:
         return str(answer[name].value)
 
     def rules(self, topics: Iterable[str]) -> dict[str, TopicRules]:
-        """What these topics take. Of one whose settings may not be read, nothing is known."""
+        """Which records these topics accept. A topic whose settings may not be read gets :data:`NO_RULES`."""
         resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-        asked = self._admin.describe_configs(resources, request_timeout=REQUEST_SECONDS) if resources else {}
-        return {resource.name: _rules(future) for resource, future in asked.items()}
+        futures = (
+            self._admin.describe_configs(resources, request_timeout=REQUEST_SECONDS) if resources else {}
+        )
+        return {resource.name: _rules(future) for resource, future in futures.items()}
 
     def ends(
         self, topic: str, partitions: Iterable[int], *, earliest: bool = False, committed: bool = False
     ) -> dict[int, int]:
-        """The end (or the beginning) of each partition: the offset that the next message will get.
+        """The end (or the beginning) of each partition. The end is the offset that the next message gets.
 
-        ``committed``: the end is where the first open transaction begins.
+        ``committed``: the end is the last stable offset, where the first open transaction begins.
         """
         return self.all_ends([topic], partitions, earliest=earliest, committed=committed)[topic]
 
@@ -340,44 +338,46 @@ class Cluster:
         earliest: bool = False,
         committed: bool = False,
     ) -> dict[str, dict[int, int]]:
-        """The same of several topics, by one question."""
+        """The same for several topics, with one request."""
         spec = OffsetSpec.earliest() if earliest else OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        wanted = list(partitions)
-        found = self.offsets({(topic, p): spec for topic in topics for p in wanted}, committed=committed)
-        return {topic: {p: found[topic, p] for p in wanted} for topic in topics}
+        numbers = list(partitions)
+        found = self.offsets({(topic, p): spec for topic in topics for p in numbers}, committed=committed)
+        return {topic: {p: found[topic, p] for p in numbers} for topic in topics}
 
     def offsets(
-        self, asked: Mapping[tuple[str, int], OffsetSpec], *, committed: bool = False
+        self, specs: Mapping[tuple[str, int], OffsetSpec], *, committed: bool = False
     ) -> dict[tuple[str, int], int]:
-        """What each specification means in its topic and partition; -1 for a time after the last message.
+        """Resolve each specification in its topic and partition; -1 for a time after the last message.
 
-        ``committed``: the end is where the first open transaction begins.
+        ``committed``: see :meth:`ends`.
         """
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        request = {TopicPartition(*place): spec for place, spec in asked.items()}
+        request = {TopicPartition(*place): spec for place, spec in specs.items()}
 
         def ask() -> dict[tuple[str, int], int]:
-            futures = self._admin.list_offsets(request, isolation_level=level, request_timeout=_ANSWER)
+            futures = self._admin.list_offsets(
+                request, isolation_level=level, request_timeout=_LIST_OFFSETS_SECONDS
+            )
             found = {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
             if OFFSET_INVALID in found.values():
-                # The leader of such a partition has died. The client says no word about it, and asks the same one
-                # again, for minutes, unless it is made to look who leads now.
+                # The partition's leader has died. The client reports no error and asks the same broker for minutes,
+                # unless its metadata is refreshed.
                 self._admin.list_topics(timeout=REQUEST_SECONDS)
                 raise KafkaException(ClientError(ClientError.LEADER_NOT_AVAILABLE))
             return found
 
         try:
-            return patiently(ask, _NEW_LEADER) if request else {}
+            return retry_while_moving(ask, _NEW_LEADER_SECONDS) if request else {}
         except KafkaException as error:
-            topics = ", ".join(sorted({repr(topic) for topic, _ in asked}))
+            topics = ", ".join(sorted({repr(topic) for topic, _ in specs}))
             raise BrokerError(
                 f"offsets of topic {topics} could not be read: {error.args[0].str()}"
             ) from error
 
     def members(self, group: str) -> int | None:
-        """Consumers that have joined a group; None when the cluster does not say."""
+        """The number of consumers that have joined the group; None if the cluster does not answer."""
         try:
-            return patiently(
+            return retry_while_moving(
                 lambda: len(
                     self._admin.describe_consumer_groups([group])[group].result(REQUEST_SECONDS).members
                 )
@@ -386,52 +386,56 @@ class Cluster:
             return None
 
     def committed(
-        self, group: str, topic: str, partitions: Iterable[int], *, settled: bool = False
+        self, group: str, topic: str, partitions: Iterable[int], *, stable: bool = False
     ) -> dict[int, tuple[int, str | None]]:
         """The group's committed offsets with their metadata; partitions without one are left out.
 
-        A transaction that is about to change them is waited for: if ``settled`` until it is over, else for a second.
-        That of a process which was killed in the middle of one lasts for a minute unless somebody fences it, so only an
-        owner, who has done so, asks for what is settled.
+        A transaction may be about to change them. With ``stable`` this waits until it is over, otherwise for a second
+        at most. The transaction of a killed process stays open for a minute unless its id is fenced, so only an owner
+        that has fenced its predecessors asks for stable offsets.
 
-        Asked through a consumer of its own: one that is to fetch would take a second longer for its first fetch after
-        this question, and the admin client's call for it crashes the process (confluent-kafka 2.16.1).
+        It uses a consumer of its own: on the fetching consumer the query delays the first fetch by a second, and the
+        admin client's call for it crashes the process (confluent-kafka 2.16.1).
         """
-        asked = [TopicPartition(topic, p) for p in partitions]
+        places = [TopicPartition(topic, p) for p in partitions]
         try:
-            if settled:
-                found = patiently(lambda: self._reader(group).committed(asked, timeout=REQUEST_SECONDS))
+            if stable:
+                found = retry_while_moving(
+                    lambda: self._group_consumer(group).committed(places, timeout=REQUEST_SECONDS)
+                )
             else:
                 try:
-                    found = self._reader(group).committed(asked, timeout=_SETTLES)
+                    found = self._group_consumer(group).committed(places, timeout=_COMMITTED_SECONDS)
                 except KafkaException:
-                    reader = self._reader(group, "read_uncommitted")
-                    found = patiently(lambda: reader.committed(asked, timeout=REQUEST_SECONDS))
+                    consumer = self._group_consumer(group, "read_uncommitted")
+                    found = retry_while_moving(lambda: consumer.committed(places, timeout=REQUEST_SECONDS))
         except KafkaException as error:
             raise BrokerError(
-                f"progress of group {group!r} could not be read: {error.args[0].str()}"
+                f"the committed offsets of group {group!r} could not be read: {error.args[0].str()}"
             ) from error
         for at in found:
             if at.error is not None:
-                raise BrokerError(f"progress of group {group!r} could not be read: {at.error.str()}")
+                raise BrokerError(
+                    f"the committed offsets of group {group!r} could not be read: {at.error.str()}"
+                )
         return {at.partition: (at.offset, at.metadata) for at in found if at.offset >= 0}
 
     def progress(
-        self, group: str, source: TopicIdentity, partitions: Iterable[int], *, settled: bool = False
+        self, group: str, source: TopicIdentity, partitions: Iterable[int], *, stable: bool = False
     ) -> dict[int, Committed]:
-        """The group's committed offsets that belong to this topic; partitions without one are left out.
+        """The group's committed progress in this topic; partitions without one are left out.
 
-        So is an offset of a topic that had the same name before: it means nothing in this one.
+        Offsets of an earlier topic with the same name are left out too. ``stable``: see :meth:`committed`.
         """
         found = {}
         for partition, (offset, metadata) in self.committed(
-            group, source.topic, partitions, settled=settled
+            group, source.topic, partitions, stable=stable
         ).items():
             judged = judge(offset, metadata, source)
             if judged is not None:
                 found[partition] = judged
-            elif (source, partition) not in self._told:
-                self._told.add((source, partition))
+            elif (source, partition) not in self._warned:
+                self._warned.add((source, partition))
                 log.warning(
                     "ignoring committed offset of a deleted topic topic=%s partition=%d offset=%d topic_id=%s: the "
                     "topic was deleted and created again",
@@ -442,10 +446,10 @@ class Cluster:
                 )
         return found
 
-    def _reader(self, group: str, level: str = "read_committed") -> Consumer:
-        if (group, level) not in self._readers:
-            self._readers[group, level] = self._settings.consumer(group, **{"isolation.level": level})
-        return self._readers[group, level]
+    def _group_consumer(self, group: str, level: str = "read_committed") -> Consumer:
+        if (group, level) not in self._group_consumers:
+            self._group_consumers[group, level] = self._settings.consumer(group, **{"isolation.level": level})
+        return self._group_consumers[group, level]
 
     @staticmethod
     def _wait(futures: dict[Any, Any], what: str) -> Any:

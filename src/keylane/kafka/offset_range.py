@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaException, TopicPartition
 
 from keylane.errors import BrokerError, DataLossError
-from keylane.kafka.cluster import REQUEST_SECONDS, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, load_metadata
 from keylane.kafka.partition_reader import ErrorKind, PartitionReader, classify
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RangeReader:
         """
         if not len(span):
             return
-        introduce(self._consumer, span.topic)
+        load_metadata(self._consumer, span.topic)
         reading = _Reading(span, PartitionReader(self._consumer, span.topic))
         reading.assign()
         try:

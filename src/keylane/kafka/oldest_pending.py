@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keylane.kafka.cluster import introduce
+from keylane.kafka.cluster import load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class OldestPendingReader:
                 self._consumer = self._settings.consumer(
                     "keylane-heads", **{"queued.min.messages": 1, "fetch.message.max.bytes": 65_536}
                 )
-                introduce(self._consumer, self._topic)
+                load_metadata(self._consumer, self._topic)
             self._fetch(wanted)
         return {p: self._known[p][1] for p, at in places.items() if self._known.get(p, (-1, None))[0] == at}
 

@@ -240,7 +240,7 @@ class TransactionalClient:
         discard(self._producer)  # now, so that it does not depend on who drops the last reference
         seconds = time.monotonic() - self._began
         if self.open and seconds > TRANSACTION_SECONDS:
-            # The broker itself has fenced it. The task starts over, and checks whether another task has fenced it as well.
+            # The broker itself has fenced it. The task starts over, and checks whether another task has too.
             self.failure = AbortedError(
                 f"the transaction timed out: it was open for {seconds:.0f} s, and the broker allows "
                 f"{TRANSACTION_SECONDS:g} s. Either the event loop was blocked (declare a stage that computes or waits "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from confluent_kafka import TopicPartition
 
-    from keylane.engine.engine import Then
+    from keylane.engine.output import Then
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_client import ProduceArgs
     from keylane.message import Headers

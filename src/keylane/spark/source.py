@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
 from keylane import logs
 from keylane.errors import BrokerError, SettingsError
-from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, patient
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, wait_for_cluster
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.slots import ALL
@@ -141,7 +141,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # The planner.
 
-    @patient
+    @wait_for_cluster
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where the first epoch begins when the group has no progress: ``startingOffsets``, as numbers."""
         plan, cluster = self._plan, self._connect()
@@ -160,7 +160,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 starts[p] = named[offset][p] if offset in named else offset
         return _offset(0, starts, self._identity())
 
-    @patient
+    @wait_for_cluster
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Remember where the source ends now for its reader; nothing beyond is read."""
         cluster, topic = self._connect(), self._plan.topic
@@ -169,7 +169,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ends = cluster.ends(topic, partitions)
         self._hidden = {p: end for p, end in ends.items() if end > self._target[p]}
 
-    @patient
+    @wait_for_cluster
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:  # noqa: N802, ARG002
         """The next epoch; ``start`` again when everything there was is done, and no operator's command waits."""
         self.commit(start)
@@ -178,8 +178,8 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._is_other(start, identity):
             start = self._start_over(start)
         known = cluster.topics()
-        there = cluster.partitions(plan.topic, among=known)
-        adopted = min(there, cluster.partitions(f"{plan.app}.state", among=known))
+        there = cluster.partitions(plan.topic, known=known)
+        adopted = min(there, cluster.partitions(f"{plan.app}.state", known=known))
         partitions = range(adopted)
         state = self._state(partitions, identity)
         until = None
@@ -280,7 +280,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             f"you release, skip or redrive them: see 'keylane lanes list {plan.app}'"
         )
 
-    @patient
+    @wait_for_cluster
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
         """The epoch, cut into at most as many tasks as there are slots."""
         if start == end:
@@ -327,7 +327,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ]
         return [TaskPartition(one, plans if plan.local and len(plans) > 1 else ()) for one in plans]
 
-    @patient
+    @wait_for_cluster
     def commit(self, end: dict[str, Any]) -> None:
         """Spark has committed this epoch and all before it."""
         plan = self._plan

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
 
 from keylane.errors import BrokerError, SettingsError
-from keylane.kafka.cluster import patient
+from keylane.kafka.cluster import wait_for_cluster
 from keylane.kafka.offset_range import OffsetRange, RangeReaderSettings, lost, span_reader, split
 from keylane.kafka.offset_resolver import OffsetResolver
 from keylane.spark.pushdown import Narrowing
@@ -187,13 +187,13 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         options, extent = self._options, self._connect()
         return _json(extent.resolve(options.starting, extent.places(), fail_on_loss=options.fail_on_loss))
 
-    @patient
+    @wait_for_cluster
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Remember where the topics end now; nothing beyond is read."""
         extent = self._connect()
         self._target = extent.latest(extent.places(strict=False))
 
-    @patient
+    @wait_for_cluster
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the next micro-batch ends."""
         extent, begun = self._connect(), _places(start)
@@ -210,7 +210,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         """For the query's progress."""
         return _json(self._latest) if self._latest else None
 
-    @patient
+    @wait_for_cluster
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[RangePartition]:
         """The micro-batch between two offsets: the same again, whenever it is asked for."""
         begun, ends = _places(start), _places(end)

@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 from keylane import strict_json as wire
 from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
-from keylane.kafka.cluster import REQUEST_SECONDS, introduce
+from keylane.kafka.cluster import REQUEST_SECONDS, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 from keylane.lanes.lane_record import KEYLESS, LANE, decode_lane, decode_retries
 from keylane.offsets.metadata import decode
@@ -222,7 +222,7 @@ def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
     few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": wait}
     # By the app's own group: the client looks for its coordinator, and another group would need rights of its own.
     consumer = settings.consumer(app, **few, **{"isolation.level": "read_committed"})
-    introduce(consumer, f"{app}.state")
+    load_metadata(consumer, f"{app}.state")
     return consumer
 
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from keylane.kafka.client import OffsetSpec
-from keylane.kafka.cluster import Cluster, introduce
+from keylane.kafka.cluster import Cluster, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 from keylane.strict_json import MalformedRecordError
 from keylane.telemetry.snapshot import Snapshot, decode
@@ -93,7 +93,7 @@ class TelemetryLog:
             p: at if at >= 0 else max(begins[p], ends[p] - _LAST_WORDS) for (_, p), at in starts.items()
         }
         consumer = self._settings.consumer("keylane-telemetry", **{"queued.min.messages": 1000})
-        introduce(consumer, self._topic)
+        load_metadata(consumer, self._topic)
         # Figures are never worth an error: a broker that is away is found out by the next question to it.
         self._reader = PartitionReader(consumer, self._topic, raises=False)
         self._reader.assign(self._next)

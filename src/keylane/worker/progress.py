@@ -222,7 +222,7 @@ class ProgressTracker(Contributor):
         source = self._worker_session.identity.source
 
         def ask() -> dict[int, Committed]:
-            return cluster.progress(self._app.name, source, partitions, settled=True)
+            return cluster.progress(self._app.name, source, partitions, stable=True)
 
         found = ask()
         shared = [p for p in partitions if self._slots[p] != ALL or state.range_progresses.get(p)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.errors import BrokerError
 from keylane.kafka.client import KafkaException, TopicPartition
-from keylane.kafka.cluster import introduce
+from keylane.kafka.cluster import load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class RefetchReader:
                 },
             )
             try:
-                introduce(consumer, self._topic)
+                load_metadata(consumer, self._topic)
                 self._reader = PartitionReader(
                     consumer, self._topic, missing_seconds=_GONE, what="cannot be read again"
                 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from keylane.engine.version_store import VersionStore
 from keylane.kafka.client import KafkaException
-from keylane.kafka.cluster import Cluster, introduce
+from keylane.kafka.cluster import Cluster, load_metadata
 from keylane.kafka.rejection import NO_RULES, TopicRules, smallest_limit
 from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.transactional_client import discard
@@ -66,7 +66,7 @@ class WorkerSession:
         exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
         # "error": the fetcher says what is missing from the log, and where it goes on.
         self.consumer: Consumer = settings.consumer(app.name, **exact, **{"auto.offset.reset": "error"})
-        introduce(self.consumer, app.source)
+        load_metadata(self.consumer, app.source)
         self.reading: dict[int, int] = {}
         """The partitions that the consumer is assigned, and where it goes on in each."""
         self.cluster = Cluster(settings)

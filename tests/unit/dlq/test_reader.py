@@ -14,7 +14,7 @@ from keylane.dlq.headers import dead_letter_headers, parse
 from keylane.dlq.reader import SeenDeadLetters, read_dead_letters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, UnreadableDeadLetter
 from keylane.errors import BrokerError
-from keylane.kafka.cluster import DEAD_LETTER_ROOM
+from keylane.kafka.cluster import DEAD_LETTER_ROOM_BYTES
 from keylane.policies.failure_info import FailedAttempt, FailureInfo
 from keylane.testing import MemoryRecord
 from support.state_log import identity
@@ -222,7 +222,7 @@ def test_the_context_stays_below_the_room_that_a_dead_letter_has(character: str)
     dead = why(stage=long, error=long, message=long, traceback=long + "the end", failures=tries)
     context = headers(DeadLetterKind.PARKED, park=1042, letter=dead, unreadable=long, version="v" * 249)
     # As Kafka counts: two lengths of at most five bytes each.
-    assert sum(len(name) + len(value or b"") + 10 for name, value in context) < DEAD_LETTER_ROOM - 1000
+    assert sum(len(name) + len(value or b"") + 10 for name, value in context) < DEAD_LETTER_ROOM_BYTES - 1000
     found = letter(context)
     assert found.traceback
     assert found.traceback.endswith("the end")

@@ -9,7 +9,7 @@ import pytest
 
 from keylane.errors import BrokerError
 from keylane.kafka import cluster
-from keylane.kafka.cluster import PATIENCE, patient
+from keylane.kafka.cluster import PLANNER_RETRY_SECONDS, wait_for_cluster
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Planner:
         self.clock, self.back_at, self.takes = clock, back_at, takes
         self.calls = 0
 
-    @patient
+    @wait_for_cluster
     def ask(self, what: str) -> str:
         self.calls += 1
         if self.clock.now >= self.back_at:
@@ -62,7 +62,7 @@ def test_after_a_minute_it_fails_and_says_how_long_it_waited(clock: Clock) -> No
     planner = Planner(clock, back_at=1e9, takes=10)
     with pytest.raises(BrokerError, match=r"no Kafka broker answered; waited for \d\d s"):
         planner.ask("ends")
-    assert PATIENCE <= clock.now <= PATIENCE + 11
+    assert PLANNER_RETRY_SECONDS <= clock.now <= PLANNER_RETRY_SECONDS + 11
 
 
 def test_an_answer_at_once_is_told_at_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
