@@ -38,7 +38,7 @@ def lag(log: Log, *arguments: str, code: int) -> dict[str, Any]:
     return found
 
 
-def test_a_blocked_lane_is_named_as_what_an_app_is_stuck_on(
+def test_lag_names_the_blocked_lane_of_a_stuck_app(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = f"{name}.in"
@@ -98,7 +98,7 @@ def _offset(log: Log, source: str, value: bytes) -> int:
     return row.offset
 
 
-def test_the_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
+def test_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
     log.create(name, partitions=1)
     old = int((time.time() - 3600) * 1000)
     log.send(name, [{"key": b"k%d" % n, "value": b"x", "timestamp": old} for n in range(10)])
@@ -156,7 +156,7 @@ def test_parked_lane_is_in_the_lag_of_an_idle_app(log: Log, name: str, tmp_path:
     assert (found["lanes"], found["dead_letters"]) == ({"blocked": 0, "parked": 1}, 3)
 
 
-def test_an_app_that_never_ran_is_told(log: Log, name: str) -> None:
+def test_app_that_never_ran_is_reported(log: Log, name: str) -> None:
     done = CliRunner().invoke(command, ["lag", name, "--bootstrap", log.bootstrap])
     assert done.exit_code == 1  # main() makes it 2, with a sentence
     assert f"app {name!r} never ran" in str(done.exception)

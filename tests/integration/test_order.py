@@ -55,7 +55,7 @@ def messages(count: int, keys: int, seed: int = 1) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keys", [pytest.param(10, marks=pytest.mark.slow), 5000])
-def test_every_result_once_and_in_the_order_of_its_key(
+def test_results_are_written_once_and_in_key_order(
     keys: int,
     log: Log,
     spark: SparkSession,
@@ -84,7 +84,7 @@ def test_every_result_once_and_in_the_order_of_its_key(
 
 
 @pytest.mark.timeout(180)
-def test_a_killed_worker_loses_nothing_and_repeats_only_since_the_last_commit(
+def test_killed_worker_repeats_only_since_the_last_commit(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

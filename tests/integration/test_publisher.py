@@ -48,7 +48,7 @@ def process(log: Log, app: App) -> None:
         pass
 
 
-def test_what_it_sends_an_app_processes_in_order_with_id_type_and_version(
+def test_app_processes_published_events_in_order(
     log: Log, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     source = f"{name}.in"
@@ -94,9 +94,7 @@ def test_what_it_sends_an_app_processes_in_order_with_id_type_and_version(
     assert all(places[one.partition, one.offset] == one.event_id.encode() for one in delivered)
 
 
-def test_keys_lie_where_java_clients_and_the_sink_of_an_app_put_them(
-    log: Log, broker: Broker, name: str
-) -> None:
+def test_keys_are_partitioned_as_by_java_clients(log: Log, broker: Broker, name: str) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=7)
     keys: list[bytes] = [
         b"", b"21", b"foobar", b"abc", "Grüße".encode(), b"\xff\x00", b"x" * 1000,
@@ -117,7 +115,7 @@ def test_keys_lie_where_java_clients_and_the_sink_of_an_app_put_them(
     assert sent == results == {key: partition_of(key, 7) for key in keys}
 
 
-def test_odd_values_arrive_as_they_are(log: Log, broker: Broker, name: str) -> None:
+def test_unusual_values_arrive_unchanged(log: Log, broker: Broker, name: str) -> None:
     log.create(name, partitions=1)
     with Publisher(name, bootstrap=broker.bootstrap, keyless=True) as publisher:
         publisher.send(None, key="tombstone", event_id="1")
@@ -130,9 +128,7 @@ def test_odd_values_arrive_as_they_are(log: Log, broker: Broker, name: str) -> N
     assert text.headers == [("event-id", b"3"), ("h", b"\xff"), ("h", None)]
 
 
-def test_a_message_that_the_broker_refuses_is_raised_with_all_behind_it(
-    log: Log, broker: Broker, name: str
-) -> None:
+def test_refused_message_is_raised_with_all_after_it(log: Log, broker: Broker, name: str) -> None:
     log.create(name, partitions=1)
     publisher = Publisher(name, bootstrap=broker.bootstrap, key=lambda _: "k")
     assert publisher.send(b"good")
@@ -152,6 +148,6 @@ def test_a_message_that_the_broker_refuses_is_raised_with_all_behind_it(
     assert [row.value for row in log.read(name)] == [b"good"]
 
 
-def test_a_topic_or_a_broker_that_is_not_there_is_named(broker: Broker, name: str) -> None:
+def test_missing_topic_or_broker_is_named(broker: Broker, name: str) -> None:
     with pytest.raises(BrokerError, match=rf"topic '{name}' does not exist at .*Create it"):
         Publisher(name, bootstrap=broker.bootstrap)

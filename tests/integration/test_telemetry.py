@@ -40,7 +40,7 @@ def fill(log: Log, source: str, number: int = 600) -> list[Any]:
     )
 
 
-def test_every_interval_a_record_says_what_a_task_does(
+def test_task_writes_a_record_in_every_interval(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", partitions=2)
@@ -98,7 +98,7 @@ def test_every_interval_a_record_says_what_a_task_does(
     assert metric_values(once.stdout)[f"keylane_partition_end_offset{{{place}}}"] == ends[0]
 
 
-def test_a_broker_that_refuses_telemetry_does_not_disturb_the_work(
+def test_refused_telemetry_does_not_disturb_the_work(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], caplog: pytest.LogCaptureFixture
 ) -> None:
     log.create(f"{name}.in", partitions=1)
@@ -114,7 +114,7 @@ def test_a_broker_that_refuses_telemetry_does_not_disturb_the_work(
     assert len(re.findall("telemetry is dropped", caplog.text)) == 1
 
 
-def test_figures_that_cannot_be_put_together_do_not_disturb_the_work(
+def test_telemetry_error_does_not_disturb_the_work(
     log: Log,
     name: str,
     tmp_path: Path,
@@ -147,7 +147,7 @@ def test_an_app_without_telemetry_has_no_topic_for_it(log: Log, name: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_sparks_progress_and_a_listener_have_the_figures_of_an_epoch(
+def test_spark_progress_and_listener_show_an_epoch(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", partitions=2)

@@ -81,7 +81,7 @@ class Watcher:
     ],
     ids=named,
 )
-def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any], complaint: str) -> None:
+def test_error_explains_settings_that_cannot_work(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make(**settings)
     assert complaint in str(caught.value)
@@ -95,7 +95,7 @@ def test_a_decode_is_a_name_or_a_function(decode: Any) -> None:
 # Stages.
 
 
-def test_a_stage_is_declared_with_and_without_arguments_and_stays_a_function() -> None:
+def test_stage_decorator_returns_the_function() -> None:
     app = make()
 
     @app.stage
@@ -158,7 +158,7 @@ def plain(msg: Message) -> bytes:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_anything_callable_is_a_stage_and_async_is_seen(
+def test_any_callable_can_be_a_stage(
     function: Any, name: str, is_async: bool, resources: tuple[str, ...]
 ) -> None:
     app = make()
@@ -206,7 +206,7 @@ def by_place_only(msg: Message, http: object, /) -> None: ...
     ],
     ids=named,
 )
-def test_functions_that_cannot_be_stages_are_refused_in_words(function: Any, complaint: str) -> None:
+def test_error_explains_functions_that_cannot_be_stages(function: Any, complaint: str) -> None:
     app = make()
     with pytest.raises(SettingsError) as caught:
         app.stage(function)
@@ -229,15 +229,13 @@ def test_functions_that_cannot_be_stages_are_refused_in_words(function: Any, com
     ],
     ids=named,
 )
-def test_settings_of_a_stage_that_cannot_work_are_refused_in_words(
-    settings: dict[str, Any], complaint: str
-) -> None:
+def test_error_explains_stage_options_that_cannot_work(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make().stage(**settings)(handle)
     assert complaint in str(caught.value)
 
 
-def test_a_thread_cannot_be_ended_so_a_plain_stage_takes_no_timeout() -> None:
+def test_timeout_of_a_plain_stage_is_refused() -> None:
     with pytest.raises(SettingsError, match="timeout= needs an 'async def' stage"):
         make().stage(timeout=1.0)(plain)
 
@@ -252,7 +250,7 @@ def test_a_stage_of_the_same_name_is_refused() -> None:
 # Resources, and the check of the whole.
 
 
-def test_resources_are_given_to_stages_and_to_later_resources_by_name() -> None:
+def test_resources_are_passed_by_name() -> None:
     app = make()
 
     @app.resource
@@ -290,7 +288,7 @@ def test_a_resource_of_the_same_name_is_refused() -> None:
     ],
     ids=named,
 )
-def test_functions_that_cannot_be_resources_are_refused_in_words(function: Any, complaint: str) -> None:
+def test_error_explains_functions_that_cannot_be_resources(function: Any, complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make().resource(function)
     assert complaint in str(caught.value)
@@ -304,7 +302,7 @@ def test_an_app_without_stages_cannot_run() -> None:
         make().check()
 
 
-def test_a_resource_that_is_not_there_is_named_with_a_near_match() -> None:
+def test_unknown_resource_error_names_a_near_match() -> None:
     app = make()
 
     @app.resource
@@ -319,7 +317,7 @@ def test_a_resource_that_is_not_there_is_named_with_a_near_match() -> None:
         app.check()
 
 
-def test_without_a_near_match_all_resources_are_named() -> None:
+def test_unknown_resource_error_names_all_resources() -> None:
     app = make()
 
     @app.resource
@@ -334,7 +332,7 @@ def test_without_a_near_match_all_resources_are_named() -> None:
         app.check()
 
 
-def test_without_any_resource_the_way_to_declare_one_is_named() -> None:
+def test_unknown_resource_error_says_how_to_declare_one() -> None:
     app = make()
 
     @app.stage

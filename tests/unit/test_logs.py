@@ -71,7 +71,7 @@ def said_json() -> Iterator[Said]:
 # -- repeated lines ------------------------------------------------------------------------------------------------
 
 
-def test_of_many_lines_of_a_kind_the_first_are_said_and_the_others_counted(said: Said) -> None:
+def test_repeated_lines_are_counted_after_the_first(said: Said) -> None:
     for number in range(322):
         said.log.warning("message %d failed", number)
     said.log.warning("something else")
@@ -82,7 +82,7 @@ def test_of_many_lines_of_a_kind_the_first_are_said_and_the_others_counted(said:
     assert said.lines[-1].endswith("message 999 failed")
 
 
-def test_what_was_left_out_is_said_when_nothing_follows(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_out_lines_are_reported_after_the_window(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "WINDOW", 0.05)
     for _ in range(15):
         said.log.error("again")
@@ -93,14 +93,14 @@ def test_what_was_left_out_is_said_when_nothing_follows(said: Said, monkeypatch:
     assert not said.handler._kinds
 
 
-def test_what_was_left_out_is_said_at_the_end(said: Said) -> None:
+def test_left_out_lines_are_reported_at_close(said: Said) -> None:
     for _ in range(15):
         said.log.error("again")
     said.handler.close()
     assert "… 5 more like this" in said.lines[-1]
 
 
-def test_kinds_are_told_apart_by_logger_level_and_text(said: Said) -> None:
+def test_kind_is_logger_level_and_text(said: Said) -> None:
     for number in range(30):
         said.log.warning(f"text {number}")  # noqa: G004 - each is a kind of its own
         said.log.warning("fixed")
@@ -108,7 +108,7 @@ def test_kinds_are_told_apart_by_logger_level_and_text(said: Said) -> None:
     assert len(said.lines) == 30 + 2 * logs.BURST
 
 
-def test_kinds_without_end_do_not_fill_the_memory(said: Said) -> None:
+def test_number_of_kinds_is_bounded(said: Said) -> None:
     for number in range(3000):
         said.log.warning(f"text {number}")  # noqa: G004
     assert len(said.handler._kinds) <= 1000
@@ -142,21 +142,21 @@ def test_every_event_is_one_line(said: Said, said_json: Said) -> None:
     assert "ValueError: a\nb" in said_json.facts[1]["traceback"]
 
 
-def test_json_of_what_was_left_out_has_the_number(said_json: Said) -> None:
+def test_json_has_the_number_of_left_out_lines(said_json: Said) -> None:
     for _ in range(logs.BURST + 7):
         said_json.log.warning("again")
     said_json.handler.close()
     assert said_json.facts[-1]["more"] == 7
 
 
-def test_logging_that_was_set_up_before_is_left_alone() -> None:
+def test_existing_logging_is_not_changed() -> None:
     before = logging.getLogger().handlers[:]  # pytest's own
     assert before
     logs.set_up(logging.INFO, "json")
     assert logging.getLogger().handlers == before
 
 
-def test_it_is_set_up_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_is_set_up_if_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.RootLogger(logging.WARNING)
     monkeypatch.setattr(logging, "getLogger", lambda *_: root)
     stream = io.StringIO()
@@ -199,7 +199,7 @@ def test_a_line_is_bounded_in_length_and_time(said: Said, said_json: Said, text:
 @pytest.mark.parametrize(
     "bad", ["\x1b[2J", "\x07", "\x9b31m", "\x85", "\u2028", "\u2029", "\u202e", "\v", "\ud800"]
 )
-def test_a_line_holds_nothing_that_a_terminal_obeys(said: Said, bad: str) -> None:
+def test_line_has_no_control_characters(said: Said, bad: str) -> None:
     said.log.warning("failed: %s", f"a{bad}b")
     try:
         raise ValueError(f"a{bad}b")
@@ -220,7 +220,7 @@ def test_a_quoted_text_cannot_forge_a_log_line(said: Said) -> None:
     assert sum(not line.startswith("  ") for line in said.lines) == 2
 
 
-def test_a_line_whose_values_do_not_fit_is_written() -> None:
+def test_line_with_unfitting_values_is_written() -> None:
     class Mute:
         def __str__(self) -> str:
             raise RuntimeError
@@ -232,7 +232,7 @@ def test_a_line_whose_values_do_not_fit_is_written() -> None:
     assert line("who: %s", Mute()).endswith("who: <a Mute without a text>")
 
 
-def test_what_is_printed_holds_nothing_a_terminal_obeys(
+def test_command_output_has_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(Console(file=sys.stderr), "a\x1b[2Jb\u202ec\nd")
@@ -287,11 +287,11 @@ def test_a_secret_is_not_printed(text: str) -> None:
         "",
     ],
 )
-def test_what_is_no_secret_is_printed_as_it_is(text: str) -> None:
+def test_other_text_is_printed_unchanged(text: str) -> None:
     assert redact(text) == text
 
 
-def test_names_of_secrets() -> None:
+def test_secret_settings_are_recognised_by_name() -> None:
     for name in ("sasl.password", "ssl.key.pem", "sasl.oauthbearer.client.secret", "SASL.JAAS.CONFIG"):
         assert is_secret(name)
     for name in ("sasl.username", "security.protocol", "ssl.ca.location"):
@@ -343,7 +343,7 @@ def test_client_noise_of_a_fresh_broker_is_left_out(
     assert (text in caplog.text) is said
 
 
-def test_outage_is_one_line_when_it_begins_and_one_when_it_ends(
+def test_outage_is_logged_at_its_begin_and_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]

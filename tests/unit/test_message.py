@@ -46,7 +46,7 @@ def message(*headers: tuple[str, bytes | None], key: bytes | None = b"k", offset
     return Message(record(*headers, key=key, offset=offset))
 
 
-def test_a_message_is_what_the_record_was() -> None:
+def test_message_has_the_values_of_its_record() -> None:
     msg = Message(record(("h", b"1"), timestamp=1234))
     assert (msg.topic, msg.partition, msg.offset, msg.key, msg.value) == ("chat.in", 2, 7, b"k", b"v")
     assert (msg.headers, msg.timestamp, msg.attempt) == ([("h", b"1")], 1234, 1)
@@ -54,7 +54,7 @@ def test_a_message_is_what_the_record_was() -> None:
     assert repr(msg) == "<Message chat.in/2@7 key=b'k' attempt=1>"
 
 
-def test_headers_are_read_when_asked_for_and_once() -> None:
+def test_headers_are_read_lazily_and_once() -> None:
     source = record(("event-id", b"e"))
     msg = Message(source)
     assert source.asked == 0
@@ -72,13 +72,13 @@ def test_a_record_without_a_timestamp_has_none() -> None:
     assert Message(record(timestamp=0)).timestamp == 0
 
 
-def test_without_an_event_id_the_position_stands_in() -> None:
+def test_default_event_id_is_the_position() -> None:
     assert message().event_id == "chat.in/2/7"
     assert message(("event-id", None)).event_id == "chat.in/2/7"
     assert message(("event-id", b"")).event_id == "chat.in/2/7"
 
 
-def test_of_several_headers_of_a_name_the_last_with_a_value_counts() -> None:
+def test_last_header_with_a_value_counts() -> None:
     msg = message(("event-type", b"old"), ("x", b""), ("event-type", b"new"))
     assert msg.type == "new"
     assert [name for name, _ in msg.headers] == ["event-type", "x", "event-type"]
@@ -89,11 +89,11 @@ def test_an_empty_header_is_there() -> None:
     assert message(("event-type", b"")).type == ""
 
 
-def test_names_of_headers_are_told_apart_by_case() -> None:
+def test_header_names_are_case_sensitive() -> None:
     assert message(("Event-Type", b"x")).type is None
 
 
-def test_event_ids_that_are_no_text_stay_different() -> None:
+def test_event_ids_that_are_not_utf8_stay_different() -> None:
     """Sixteen raw bytes of a UUID are an event id too."""
     one, other = message(("event-id", b"\xff\x01")), message(("event-id", b"\xfe\x01"))
     assert one.event_id == "\\xff\x01"
@@ -102,7 +102,7 @@ def test_event_ids_that_are_no_text_stay_different() -> None:
 
 
 @given(st.binary(max_size=20))
-def test_any_bytes_make_an_event_id_that_can_be_written_down(value: bytes) -> None:
+def test_any_bytes_make_an_event_id_that_can_be_encoded(value: bytes) -> None:
     msg = message(("event-id", value))
     assert msg.event_id.encode()
     assert len(msg.request_id) == 32
@@ -114,12 +114,12 @@ def test_a_version_is_a_number(text: bytes, version: int) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"one", b"1.5", b"\xff", b"9" * 5000])
-def test_a_version_that_is_no_number_raises(text: bytes) -> None:
+def test_version_that_is_not_a_number_raises(text: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         _ = message(("event-version", text)).version
 
 
-def test_the_request_id_is_the_same_in_every_attempt_and_wherever_the_message_lies() -> None:
+def test_request_id_depends_only_on_key_and_event_id() -> None:
     header = ("event-id", b"e-1")
     first = message(header)
     again = message(header, offset=99)
@@ -147,7 +147,7 @@ def test_key_and_event_id_cannot_be_mistaken_for_each_other(
     assert (one == other) == ((key, event) == (other_key, other_event))
 
 
-def test_a_header_name_that_the_client_cannot_read_raises_when_asked_for() -> None:
+def test_unreadable_header_name_raises_on_access() -> None:
     class Broken(CountingRecord):
         def headers(self) -> Headers | None:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
@@ -161,7 +161,7 @@ def test_a_header_name_that_the_client_cannot_read_raises_when_asked_for() -> No
 # What travels along a chain of apps.
 
 
-def test_the_origin_time_is_the_header_or_else_the_timestamp() -> None:
+def test_origin_time_defaults_to_the_timestamp() -> None:
     assert Message(record(timestamp=5)).origin_time == 5
     assert Message(record(("origin-time", b"3"), timestamp=5)).origin_time == 3
     assert Message(record(("origin-time", b"soon"), timestamp=5)).origin_time == 5
@@ -179,7 +179,7 @@ def test_a_result_gets_the_origin_time_once() -> None:
     assert with_origin(nothing, nothing.headers) == []
 
 
-def test_the_trace_is_what_a_client_sends_on() -> None:
+def test_trace_has_the_headers_to_pass_on() -> None:
     parent = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     assert Message(record(("traceparent", parent))).trace == {"traceparent": parent.decode()}
     both = Message(record(("traceparent", parent), ("tracestate", b"a=1"), ("tracestate", b"b=2")))

@@ -134,7 +134,7 @@ class Order:
     lines: list[Line] = field(default_factory=list)
 
 
-def test_an_event_has_its_key_its_id_its_type_and_its_version(clients: list[Client]) -> None:
+def test_event_has_key_id_type_and_version(clients: list[Client]) -> None:
     with Publisher(
         "orders", key=lambda order: order.id, type=lambda order: type(order).__name__, version=3
     ) as orders:
@@ -161,7 +161,7 @@ def test_an_event_has_its_key_its_id_its_type_and_its_version(clients: list[Clie
     assert two.timestamp() == 5
 
 
-def test_functions_take_the_id_and_the_version_out_of_a_value(clients: list[Client]) -> None:
+def test_functions_extract_id_and_version(clients: list[Client]) -> None:
     with Publisher(
         "orders",
         key=lambda _: "k",
@@ -200,7 +200,7 @@ def test_values_are_bytes_text_json_or_null(value: Any, encoded: bytes | None) -
         ({"a": "\ud800"}, "a value of dict is neither"),
     ],
 )
-def test_a_value_that_is_none_of_these_is_refused(value: Any, complaint: str) -> None:
+def test_value_of_another_type_is_refused(value: Any, complaint: str) -> None:
     with pytest.raises((TypeError, ValueError), match=complaint):
         encode_value(value)
 
@@ -239,7 +239,7 @@ def test_event_ids_are_all_different_and_sort_by_their_time(count: int) -> None:
     assert times == sorted(times)
 
 
-def test_a_message_without_a_key_is_refused_unless_it_is_meant(clients: list[Client]) -> None:
+def test_message_without_a_key_is_refused_by_default(clients: list[Client]) -> None:
     with Publisher("orders") as orders:
         with pytest.raises(ValueError, match=r"has no key, so nothing keeps its order.*keyless=True"):
             orders.send(b"v")
@@ -267,7 +267,7 @@ def test_a_message_without_a_key_is_refused_unless_it_is_meant(clients: list[Cli
         ({"key": 1.5}, "a key is text"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_and_the_publisher_goes_on(
+def test_refused_message_leaves_the_publisher_usable(
     given: dict[str, Any], complaint: str, clients: list[Client]
 ) -> None:
     with Publisher("orders") as orders:
@@ -295,7 +295,7 @@ def test_wrong_settings_are_refused(given: dict[str, Any], complaint: str, clien
         Publisher("orders", **given)
 
 
-def test_no_broker_and_no_topic_are_said_at_once(
+def test_missing_broker_or_topic_is_an_error_at_once(
     clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BrokerError, match="topic 'order' does not exist"):
@@ -305,7 +305,7 @@ def test_no_broker_and_no_topic_are_said_at_once(
         Publisher("orders")
 
 
-def test_client_settings_pass_through_and_the_time_is_bounded(clients: list[Client]) -> None:
+def test_client_settings_are_passed_on(clients: list[Client]) -> None:
     given: dict[str, Any] = {"kafka.linger.ms": 50, "kafka.queue.buffering.max.messages": "5"}
     with Publisher("orders", timeout=7, bootstrap="b:1", **given):
         pass
@@ -316,7 +316,7 @@ def test_client_settings_pass_through_and_the_time_is_bounded(clients: list[Clie
     assert conf["queue.buffering.max.kbytes"] == 262_144
 
 
-def test_what_was_not_delivered_is_raised_by_flush_by_send_and_by_close(clients: list[Client]) -> None:
+def test_undelivered_messages_are_raised_by_every_call(clients: list[Client]) -> None:
     orders = Publisher("orders", key=lambda _: "k")
     client = clients[0]
     client.hold = True
@@ -343,7 +343,7 @@ def test_what_was_not_delivered_is_raised_by_flush_by_send_and_by_close(clients:
     assert pickle.loads(pickle.dumps(raised.value)).undelivered == lost  # noqa: S301 - its own
 
 
-def test_a_with_block_raises_what_was_not_delivered_and_hides_no_other_error(
+def test_with_block_raises_undelivered_and_hides_no_error(
     clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     def block(error: BaseException | None) -> None:
@@ -361,7 +361,7 @@ def test_a_with_block_raises_what_was_not_delivered_and_hides_no_other_error(
     assert "a message was not delivered to topic 'orders'" in caplog.text
 
 
-def test_an_error_that_the_block_raised_does_not_hide_others(
+def test_error_of_the_block_does_not_hide_undelivered(
     clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -380,7 +380,7 @@ def test_an_error_that_the_block_raised_does_not_hide_others(
     assert "2 messages were not delivered" in caplog.text
 
 
-def test_a_closed_publisher_takes_nothing(clients: list[Client]) -> None:
+def test_closed_publisher_refuses_messages(clients: list[Client]) -> None:
     with Publisher("orders") as orders:
         pass
     with pytest.raises(ValueError, match="is closed; make a new one"):
@@ -409,7 +409,7 @@ def test_deliver_waits_for_the_report_and_keeps_the_order(clients: list[Client])
     assert [int(sent.value()) for sent in clients[0].sent] == list(range(41))
 
 
-def test_deliver_raises_what_became_of_its_message(clients: list[Client]) -> None:
+def test_deliver_raises_the_failure_of_its_message(clients: list[Client]) -> None:
     async def main() -> None:
         async with Publisher("orders", key=lambda _: "k") as orders:
             clients[0].bad = {b"bad"}
@@ -425,7 +425,7 @@ def test_deliver_raises_what_became_of_its_message(clients: list[Client]) -> Non
         asyncio.run(main())
 
 
-def test_a_caller_that_was_cancelled_harms_nobody(clients: list[Client]) -> None:
+def test_cancelled_caller_affects_no_other_call(clients: list[Client]) -> None:
     async def main() -> None:
         async with Publisher("orders", key=lambda _: "k") as orders:
             clients[0].hold = True
@@ -466,7 +466,7 @@ def test_a_publisher_of_another_process_is_refused(
         monkeypatch.setenv("KEYLANE_BOOTSTRAP", "b:1")
 
 
-def test_a_publisher_that_nobody_closed_is_flushed_at_the_end_and_says_so(
+def test_unclosed_publisher_is_flushed_at_exit_with_a_warning(
     clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     orders = Publisher("orders")

@@ -36,7 +36,7 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
 @pytest.mark.parametrize(
     "bad", ["\x1b[2J", "\x07", "\x9b", "\x85", "\u2028", "\u2029", "\u202e", "\r", "\ud800"]
 )
-def test_printable_lines_escape_what_terminals_obey(bad: str) -> None:
+def test_printable_lines_escape_control_characters(bad: str) -> None:
     shown = printable_lines(f"a{bad}b\nc")
     assert bad not in shown
     assert shown.endswith("b\n  c")
@@ -52,13 +52,13 @@ def test_cut_bytes_are_shown_with_their_length(content: bytes, limit: int) -> No
         assert len(shown) < 2 * limit + 40
 
 
-def test_a_cut_text_says_how_long_it_was() -> None:
+def test_cut_text_shows_its_length() -> None:
     assert cut("abc", 3) == "abc"
     assert cut("a" * 5000, 3) == "aaa… (5,000 characters)"
     assert cut_bytes("\u4e2d".encode() * 100, 4) == "\u4e2d… (300 bytes)"
 
 
-def test_an_error_with_half_a_character_is_an_outcome() -> None:
+def test_error_with_a_lone_surrogate_is_an_outcome() -> None:
     app = App("app", source="in", decode="json")
     kept: list[Delivery] = []
 

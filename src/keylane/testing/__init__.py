@@ -1,4 +1,4 @@
-"""What it takes to test an app: a harness in virtual time, histories of what ran when, and their judges."""
+"""Tools to test an app: a harness in virtual time, a log in memory, histories of attempts, and their checkers."""
 
 from keylane.audit.violation import EventKind, Flaw, HistoryEvent, Violation
 from keylane.testing.checker import check

@@ -1,21 +1,19 @@
-"""Judges a history: one message of a lane at a time, in order, nothing lost, nothing done twice.
+"""Checker of histories: one message of a lane at a time, in order, nothing lost, nothing done twice.
 
-The rules, for every lane:
+The rules for every lane:
 
-* **No overlap.** No attempt starts while another one of the lane is open, whoever runs it. An attempt that never ended
-  was ended by the death of its owner, which happened after the owner's last event anywhere in the history.
-* **Nothing overtakes.** A message starts only when every earlier message of its lane is finished: it ended with a
-  final outcome, or the caller says (``finished``) that it became a dead letter. A failed message therefore runs again
-  before a later one starts.
-* **A duplicate never runs.** It is finished when the earlier message that it repeats is.
-* **Going back is for a new owner.** After a crash the next owner may repeat what was finished already. That is counted.
-  From there it has to go forward again: the same owner never starts an earlier offset of a lane than it did before.
+* **No overlap.** No attempt starts while another attempt of the lane is open, by any owner. An attempt without an end
+  ended with the crash of its owner, which came after the owner's last event in the history.
+* **No overtaking.** A message starts only when every earlier message of its lane is finished: it ended with a final
+  outcome, or the caller names it as a dead letter (``finished``). So a failed message runs again before a later one.
+* **Duplicates do not run.** A duplicate is finished when the earlier message that it repeats is finished.
+* **Only a new owner goes back.** After a crash the next owner may repeat finished messages. Repeats are counted. One
+  owner never starts an offset of a lane that is before an offset it has started.
 
-For a lane whose messages carry versions (``versions``), *earlier* means a lower version instead of a lower offset, in
-every rule: what an app promises there is the order of versions, whatever the order of the log. And:
+In a lane with versions (``versions``), *earlier* means a lower version instead of a lower offset, in every rule. And:
 
-* **Stale is what is behind.** A message that was passed over as stale did not run to its end, and some message of its
-  lane with the same version or a higher one is finished.
+* **Stale messages are outdated.** A stale message did not finish, and a message of its lane with the same version or a
+  higher one is finished.
 """
 
 from __future__ import annotations
@@ -56,32 +54,42 @@ def check(
     lanes: Mapping[Position, bytes | None] | None = None,
     min_seen: float = 0.5,
 ) -> Verdict:
-    """Judges what a history shows about the messages that were sent.
+    """Check a history of attempts against the messages that were sent.
 
-    ``sent`` is every message of the source topic. ``finished`` are those that are known to be finished by other
-    evidence than a final end, because a stage cannot see that its failed attempt was the last one: dead letters in
-    their topic. ``waiting`` are those that may not be finished, and are not lost: they wait in a blocked lane, or among
-    the letters of a parked one. ``duplicates`` are messages that were sent twice, each with the earlier one of its lane
-    that it repeats: only that one runs. ``allow_repeats`` is how often *one* message may finish again.
+    ``sent``: every message of the source topic.
 
-    ``versions`` are those of the messages of an app that runs by them; a message without one is held to no order.
-    ``stale`` are those that were passed over because of theirs.
+    ``finished``: messages that are known to be finished although no attempt ended with a final outcome, such as dead
+    letters. A stage cannot see that its failed attempt was the last one.
 
-    ``redriven`` are dead letters that were redriven: their lanes had gone on, so they may run after later messages. As
-    every other they start when all before them are finished, and nothing that is not redriven goes back behind them.
+    ``waiting``: messages that may be unfinished and are not lost, because they wait in a blocked lane or among the dead
+    letters of a parked lane.
 
-    ``order`` is the app's: keyless messages have no lane under ``"key"``, nothing has one under ``"none"``. ``lanes``
-    is the lane of every message that was sent, ``ordering.lane_key(message)``: an ordering that reads messages
-    (``ByHeader``, ``ByField``) needs it, because a history does not show what it reads. A history that shows
-    fewer than the share ``min_seen`` of the messages, or no two messages of one lane, proves nothing and is not ok.
+    ``duplicates``: messages that were sent twice, each with the earlier message of its lane. Only the earlier one runs.
 
-    Raises ValueError for an order that does not exist, or one that needs ``lanes``.
+    ``versions``: the versions of messages, for an app with ``versions=``. A message without a version has no order.
+
+    ``stale``: messages that did not run because a newer version of their entity had run.
+
+    ``redriven``: dead letters that were redriven. They may run after later messages, because their lanes continued
+    without them. They start when all messages before them are finished, as all messages do.
+
+    ``allow_repeats``: how often one message may finish again.
+
+    ``order``: the app's order. Keyless messages have no lane with ``"key"``, and no message has one with ``"none"``.
+
+    ``lanes``: the lane of every message that was sent, ``ordering.lane_key(message)``. An ordering that reads messages
+    (``ByHeader``, ``ByField``) needs it, because a history does not contain what it reads.
+
+    ``min_seen``: the share of messages that the history must contain. With fewer, or without two messages in one lane,
+    the history proves nothing, and the verdict is not ok.
+
+    Raises ValueError for an unknown order, and for an order that needs ``lanes`` without them.
     """
     by = ordering(order)
     if by is None:
-        raise ValueError(f"order is key, partition, global, none or an Ordering, not {order!r}")
+        raise ValueError(f"order must be 'key', 'partition', 'global', 'none' or an Ordering, got {order!r}")
     if by.reads_messages and lanes is None:
-        raise ValueError(f"order={by!r} needs lanes: the lane of every message, by partition and offset")
+        raise ValueError(f"order={by!r} needs lanes=, the lane of every message by partition and offset")
     keys = (
         dict(sent)
         if isinstance(sent, Mapping)
@@ -100,18 +108,18 @@ def check(
             frozenset(redriven),
         )
         judge.run()
-        judge.look_for_stale()
-        judge.look_for_loss_and_repeats(allow_repeats, frozenset(waiting))
-        judge.look_for_proof(min_seen, frozenset(waiting))
+        judge.check_stale()
+        judge.check_loss_and_repeats(allow_repeats, frozenset(waiting))
+        judge.check_evidence(min_seen, frozenset(waiting))
         return judge.verdict()
 
 
 Rank = tuple[int, int]
-"""Where a message stands in its lane: version and offset; the version is 0 where there are none."""
+"""A message's place in its lane: version and offset. The version is 0 without ``versions``."""
 
 
 class _Lane:
-    """The messages of one lane in one partition, and how far they are."""
+    """The messages of one lane in one partition, and their progress."""
 
     __slots__ = ("blamed", "finished", "last", "low", "passed", "ranks", "started")
 
@@ -119,10 +127,10 @@ class _Lane:
         self.ranks: list[Rank] = []
         self.finished: set[int] = set()  # indices at or above `low`
         self.low = 0  # index of the first message that is not finished
-        self.blamed = -1  # the unfinished message that was reported last: once is enough
-        self.last: dict[str, Rank] = {}  # per owner, what it started last
-        self.passed: dict[int, int] = {}  # finished by declaration only: offset -> attempts by then
-        self.started = 0  # different messages that were started
+        self.blamed = -1  # the unfinished message that was reported last; it is reported once
+        self.last: dict[str, Rank] = {}  # by owner, the rank that it started last
+        self.passed: dict[int, int] = {}  # finished only by declaration: offset, and attempts until then
+        self.started = 0  # distinct messages that were started
 
     def finish(self, index: int) -> None:
         if index >= self.low:
@@ -133,7 +141,7 @@ class _Lane:
 
 
 class _Judge:
-    """One pass over the events. Everything it keeps is written by `run` and read by the steps after it."""
+    """One pass over the events. ``run`` writes its fields, the later steps only read them."""
 
     def __init__(
         self,
@@ -185,7 +193,7 @@ class _Judge:
         return lanes
 
     def _name(self, key: bytes | None, partition: int, offset: int) -> bytes | None:
-        """The message's lane, which may have messages of other partitions, or None."""
+        """The message's lane, which may span partitions, or None."""
         if self.given is not None:
             return self.given.get((partition, offset))
         return key if self.order.by_key else self.order.lane_of(key, partition)
@@ -193,7 +201,7 @@ class _Judge:
     def _rank(self, partition: int, offset: int) -> Rank:
         return 0 if self.versions is None else self.versions[partition, offset], offset
 
-    def _told(self, rank: Rank) -> str:
+    def _shown(self, rank: Rank) -> str:
         return f"offset {rank[1]}" if self.versions is None else f"version {rank[0]} (offset {rank[1]})"
 
     def _lane(self, event: HistoryEvent) -> _Lane | None:
@@ -202,7 +210,7 @@ class _Judge:
         return self.lanes.get((self._name(event.key, event.partition, event.offset), event.partition))
 
     def _alone(self, event: HistoryEvent) -> Hashable:
-        """What may have one open attempt only. Two events without a lane share nothing but their own position."""
+        """The unit that may have only one open attempt: the lane, or without a lane the attempt itself."""
         lane = self._name(event.key, event.partition, event.offset)
         return lane if lane is not None else (event.partition, event.offset, event.attempt, event.owner)
 
@@ -223,11 +231,11 @@ class _Judge:
         if key is not None and self.owner_of.setdefault(key, owner) != owner:
             self.owner_of[key] = None
         if self.sent.get(position, b"" if key is None else None) != key:
-            self.findings.add(Flaw.UNKNOWN, "no such message was sent under this key", index, event)
+            self.findings.add(Flaw.UNKNOWN, "no message with this key was sent at this offset", index, event)
             return
         if position in self.duplicates:
             first = self.duplicates[position][1]
-            self.findings.add(Flaw.DUPLICATE, f"it repeats offset {first} and ran all the same", index, event)
+            self.findings.add(Flaw.DUPLICATE, f"a duplicate of offset {first} ran", index, event)
 
         opened = self.open.setdefault(self._alone(event), [])
         if opened:
@@ -241,7 +249,7 @@ class _Judge:
                     index,
                     event,
                 )
-            opened[:] = alive  # the others died with their owner
+            opened[:] = alive  # the others ended with the crash of their owner
 
         lane = self._lane(event)
         if lane is not None:
@@ -265,7 +273,7 @@ class _Judge:
         if own is not None and rank < own and not late:
             self.findings.add(
                 Flaw.ORDER,
-                f"owner {event.owner} went back: it had started {self._told(own)} before",
+                f"owner {event.owner} went back: it had already started {self._shown(own)}",
                 index,
                 event,
             )
@@ -274,7 +282,7 @@ class _Judge:
             if event.attempt == before + 1:
                 self.findings.add(
                     Flaw.ORDER,
-                    f"attempt {event.attempt} came after a later message had started",
+                    f"attempt {event.attempt} started after a later message",
                     index,
                     event,
                 )
@@ -283,7 +291,7 @@ class _Judge:
                 self.again[position] = self.again.get(position, 0) + (event.attempt == 1)
         place = lane.low
         if lane.ranks[place : place + 1] == [rank]:
-            return  # the usual case: the first that is not finished
+            return  # the usual case: the first unfinished message
         place = bisect_left(lane.ranks, rank)
         while lane.low < place:
             waiting = (event.partition, lane.ranks[lane.low][1])
@@ -295,7 +303,7 @@ class _Judge:
             lane.blamed = lane.low
             self.findings.add(
                 Flaw.ORDER,
-                f"started while {self._told(lane.ranks[lane.low])} was not finished",
+                f"started while {self._shown(lane.ranks[lane.low])} was not finished",
                 index,
                 event,
             )
@@ -310,20 +318,22 @@ class _Judge:
         else:
             position = (event.partition, event.offset)
             if self.sent.get(position, b"" if event.key is None else None) == event.key:
-                self.findings.add(Flaw.STRAY, "an end without a start", index, event)
+                self.findings.add(Flaw.STRAY, "end without a start", index, event)
             return
         if not opened and isinstance(alone, tuple):
-            del self.open[alone]  # of no lane: nothing will ask for it again
+            del self.open[alone]  # without a lane, no later event looks it up
         if event.outcome in FINAL:
             position = (event.partition, event.offset)
-            if event.outcome != "dead" or position not in self.redriven:  # else its end is still to come
+            if (
+                event.outcome != "dead" or position not in self.redriven
+            ):  # the end of a redriven dead letter comes later
                 self.finals[position] = self.finals.get(position, 0) + 1
             lane = self._lane(event)
             if lane is not None:
                 lane.finish(bisect_left(lane.ranks, self._rank(event.partition, event.offset)))
 
-    def look_for_stale(self) -> None:
-        """Those that are called stale must be."""
+    def check_stale(self) -> None:
+        """Check that every message of ``stale`` is outdated."""
         if not self.stale:
             return
         versions = self.versions or {}
@@ -335,17 +345,17 @@ class _Judge:
             message = Sent(self.sent.get(position), *position)
             version = versions.get(position)
             if version is None:
-                self.findings.add(Flaw.STALE, "passed over as stale, and has no version", message=message)
+                self.findings.add(Flaw.STALE, "counted as stale without a version", message=message)
             elif position in self.finals:
-                self.findings.add(Flaw.STALE, "passed over as stale, and ran all the same", message=message)
+                self.findings.add(Flaw.STALE, "counted as stale, but it ran", message=message)
             elif newest.get((message.key, message.partition), -1) < version:
                 self.findings.add(
                     Flaw.STALE,
-                    f"version {version} was passed over as stale, and nothing as new is finished",
+                    f"version {version} was counted as stale, but no version as high is finished",
                     message=message,
                 )
 
-    def look_for_loss_and_repeats(self, allow_repeats: int, waiting: frozenset[Position]) -> None:
+    def check_loss_and_repeats(self, allow_repeats: int, waiting: frozenset[Position]) -> None:
         self.lost = tuple(
             Sent(self.sent[position], *position)
             for position in sorted(self.sent.keys() - self.finals.keys() - self.declared - waiting)
@@ -366,15 +376,15 @@ class _Judge:
             found = last.get((partition, offset))
             message = Sent(key, partition, offset)
             if found is None:
-                self.findings.add(Flaw.LOST, "sent and never started", message=message)
+                self.findings.add(Flaw.LOST, "sent but never started", message=message)
             else:
-                self.findings.add(Flaw.LOST, "started and never finished", found, self.events[found], message)
+                self.findings.add(Flaw.LOST, "started but never finished", found, self.events[found], message)
         for position in sorted(too_often):
             index = last[position]
             detail = f"finished {more[position] + 1} times, {allow_repeats + 1} allowed"
             self.findings.add(Flaw.REPEAT, detail, index, self.events[index])
 
-    def look_for_proof(self, min_seen: float, waiting: frozenset[Position]) -> None:
+    def check_evidence(self, min_seen: float, waiting: frozenset[Position]) -> None:
         seen = sum(
             1 for position in self.sent if position in self.starts or position in self.declared | waiting
         )
@@ -385,11 +395,11 @@ class _Judge:
         elif seen < min_seen * len(self.sent):
             self.findings.add(
                 Flaw.THIN,
-                f"{seen} of {len(self.sent)} messages were seen, at least {min_seen:.0%} are needed",
+                f"the history has {seen} of {len(self.sent)} messages, at least {min_seen:.0%} are needed",
             )
         elif self.order.has_lanes and all(lane.started < 2 for lane in self.lanes.values()):
             self.findings.add(
-                Flaw.THIN, "no lane has two messages that were started: order was never put to the test"
+                Flaw.THIN, "no lane has two started messages, so the history proves nothing about order"
             )
 
     def verdict(self) -> Verdict:
@@ -411,6 +421,6 @@ class _Judge:
         )
 
     def _line(self, event: HistoryEvent) -> Hashable:
-        """What belongs on one timeline: the lane, or without one the message."""
+        """The key of a timeline: the lane, or without a lane the message."""
         alone = self._alone(event)
         return alone if not isinstance(alone, tuple) else alone[:2]

@@ -1,4 +1,4 @@
-"""Virtual time: an asyncio loop that jumps to its next timer instead of waiting for it."""
+"""Virtual clock: an asyncio event loop that jumps to its next timer instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -19,103 +19,105 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_GRACE = 0.5
-"""Real seconds in which a thread that the loop knows nothing of may still wake it."""
-_POLLED = 16
-"""Rounds of a busy loop between two looks at what threads have sent it."""
+_WAKE_SECONDS = 0.5
+"""Real seconds to wait for a thread that the loop did not start."""
+_ROUNDS_PER_POLL = 16
+"""Rounds of a busy loop between two checks for results from threads."""
 
 
 class StuckError(KeylaneError, RuntimeError):
-    """What still waits will never go on, or not in any useful time; names who waits, and where."""
+    """The tasks that still wait can never continue, or the time limit has passed. Names them and where they wait."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose ``time()`` is virtual.
 
-    When nothing is ready it jumps to the next timer, so ``await asyncio.sleep(3600)`` takes no real time and two timers
-    always fire in the order of their times. Work in threads (``run_in_executor``, ``asyncio.to_thread``) is really
-    waited for, and while there is any the clock stands still. With nothing ready, no timers and no threads left the
-    run raises :class:`StuckError` instead of hanging; and so it does when the clock passes ``limit``.
+    When no callback is ready, the clock jumps to the next timer. ``await asyncio.sleep(3600)`` takes no real time, and
+    timers always fire in the order of their times. Work in threads (``run_in_executor``, ``asyncio.to_thread``) takes
+    real time, and the clock does not move meanwhile.
 
-    ``time.time()`` and ``time.sleep()`` know nothing of it, and sockets get no time to answer: for code that does its
-    I/O through fakes.
+    Raises :class:`StuckError` instead of hanging when there is no ready callback, timer or thread, and when the clock
+    passes ``limit``.
+
+    ``time.time()`` and ``time.sleep()`` keep using real time, and the clock does not wait for sockets. The loop is for
+    code whose I/O is faked.
     """
 
     def __init__(self, start: float = 0.0, limit: float = math.inf) -> None:
         self._now = float(start)
         self._limit = limit
-        self._jobs: set[Future[Any]] = set()  # what runs in threads; written on the loop's thread only
+        self._jobs: set[Future[Any]] = set()  # running in threads; written by the loop's thread only
         self._pool: ThreadPoolExecutor | None = None
         super().__init__(_Selector(self._idle))
         self._jump(0.0)
 
     def time(self) -> float:
-        """Virtual seconds; they begin at ``start``."""
+        """The virtual time in seconds, beginning with ``start``."""
         return self._now
 
     def run_in_executor(  # type: ignore[override] # typeshed's type variables cannot be named here
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """As every loop's; the clock stands still until the thread is done."""
+        """Run in a thread, as other loops do. The clock does not move until the thread is done."""
         if executor is None:
             executor = self._pool = self._pool or ThreadPoolExecutor(thread_name_prefix="virtual")
         job = executor.submit(func, *args)
         future = asyncio.wrap_future(job, loop=self)
-        # Asked for after wrap_future did the same: when this one is told, the result is on its way already.
+        # Added after wrap_future added its own callback: when this one runs, the result has been scheduled.
         self._jobs.add(job)
-        job.add_done_callback(self._job_over)
+        job.add_done_callback(self._job_done)
         return future
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ARG002, ASYNC109
-        """Wait for its threads, really: the time-out of asyncio's own would be over at once."""
+        """Wait for the threads in real time. A time-out in virtual time would end at once."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _job_over(self, job: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed before the thread came to its end
+    def _job_done(self, job: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed before the thread ended
             self.call_soon_threadsafe(self._jobs.discard, job)
 
     def _idle(self, timeout: float | None, select: _Select) -> _Ready:
-        """Nothing is ready now: wait for a thread, or jump, or find that nobody will ever go on."""
+        """Called when no callback is ready: wait for a thread, jump to the next timer, or raise StuckError."""
         if self._jobs:
             return select(None)
         if timeout is None:
-            woken = select(_GRACE)
+            woken = select(_WAKE_SECONDS)
             if not woken:
-                self._give_up("nothing is left that could go on: no timer, no thread")
+                self._give_up("nothing can continue, because there is no timer and no thread")
             return woken
         self._jump(timeout)
         if self._now > self._limit:
-            limit, self._limit = self._limit, math.inf  # what is cancelled now may take its time
-            self._give_up(f"the limit of {limit:g} is passed")
+            limit, self._limit = self._limit, math.inf  # the tasks that are cancelled now may need more time
+            self._give_up(f"the limit of {limit:g} seconds has passed")
         return []
 
     def _jump(self, seconds: float) -> None:
         self._now += seconds
-        # asyncio runs what is due before now + resolution. Half a year from the start a nanosecond added to a float
-        # changes nothing: it would ask for ever whether the timer that it stands at is due.
+        # asyncio runs timers that are due before now + resolution. Half a year from the start, adding a nanosecond
+        # to a float changes nothing, so the timer at the present time would never be due.
         self._clock_resolution = max(1e-9, 2 * math.ulp(self._now))
 
     def _give_up(self, why: str) -> NoReturn:
         waiting = sorted(_place(task) for task in asyncio.all_tasks(self))
         more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
         raise StuckError(
-            f"at {self._now:g} virtual seconds {why}. Still waiting: {'; '.join(waiting[:8])}{more}"
+            f"at {self._now:g} virtual seconds {why}; still waiting: {'; '.join(waiting[:8])}{more}"
         )
 
 
 class _Selector(selectors.DefaultSelector):
-    """Asks the loop what to do before it waits."""
+    """Selector that asks the loop before it waits."""
 
     def __init__(self, idle: Callable[[float | None, _Select], _Ready]) -> None:
         super().__init__()
         self._idle = idle
-        self._asked = 0
+        self._rounds = 0
 
     def select(self, timeout: float | None = None) -> _Ready:
-        self._asked += 1
-        if timeout is not None and timeout <= 0 and self._asked % _POLLED:
-            return []  # what is ready in the loop comes first; a thread can wait for a few rounds
+        self._rounds += 1
+        if timeout is not None and timeout <= 0 and self._rounds % _ROUNDS_PER_POLL:
+            return []  # ready callbacks come first; results from threads can wait for a few rounds
         events = super().select(0)
         if events or (timeout is not None and timeout <= 0):
             return events
@@ -123,9 +125,9 @@ class _Selector(selectors.DefaultSelector):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, start: float = 0.0, limit: float = math.inf) -> T:
-    """``asyncio.run`` on a :class:`VirtualLoop`; ``start`` is what its clock shows first.
+    """``asyncio.run`` on a :class:`VirtualLoop` whose clock begins at ``start``.
 
-    Raises :class:`StuckError` when nothing can go on, or the clock passes ``limit``.
+    Raises :class:`StuckError` when nothing can continue, or when the clock passes ``limit``.
 
     >>> async def a_long_day() -> float:
     ...     await asyncio.sleep(86_400)
@@ -138,7 +140,7 @@ def run_virtual(main: Coroutine[Any, Any, T], *, start: float = 0.0, limit: floa
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: its innermost coroutine that is not asyncio's own."""
+    """Where a task waits: its innermost coroutine outside of asyncio."""
     coroutine: Any = task.get_coro()
     place = repr(coroutine)
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

@@ -1,4 +1,4 @@
-"""What a run of the harness has written down, apart from the sink and the letters: what survives its crashes."""
+"""Durable state of a run of the harness: the group's offsets and the state topic, which survive crashes."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
     from keylane.spec import AppSpec
 
 _RANGES = ""
-"""Stands beside an offset whose progress is in the standings of ranges."""
+"""Metadata of an offset whose progress is recorded by range."""
 _PROGRESS_MAX = 1_000_000
 
 
 class DurableState:
-    """The group's offsets and the state topic. Written by commits only, each of them whole or not at all."""
+    """The group's offsets and the state topic. Only commits write it, each one completely or not at all."""
 
     def __init__(self, app: AppSpec) -> None:
         self.versions: dict[Name, VersionMark | None] = {}
-        """In the order in which they were written."""
+        """In the order of writing."""
         self.redriven: set[int] = set()
-        """Letters that were redriven, by their place among the letters."""
+        """Redriven dead letters, by their index in the sink's list."""
         self._app = app
-        self._group: dict[int, tuple[int, str | None]] = {}  # offset and metadata; None: not the app's
-        self._standings: dict[int, dict[Slots, RangeProgress]] = defaultdict(dict)
+        self._group: dict[int, tuple[int, str | None]] = {}  # offset and metadata; None: set outside Keylane
+        self._ranges: dict[int, dict[Slots, RangeProgress]] = defaultdict(dict)
         self._grouped: dict[int, Generation] = {}
         self._kept: dict[int, dict[Slots, dict[int, RetryState]]] = defaultdict(dict)
 
     def rewind(self, partition: int, offset: int) -> None:
-        """Somebody moves the group."""
+        """Set the group's offset from outside Keylane."""
         self._group[partition] = offset, None
 
     def write_versions(self, entries: Mapping[Name, VersionMark | None]) -> None:
-        """Versions that are done; those written last count."""
+        """Record versions; a later one of a key replaces an earlier one."""
         for name, mark in entries.items():
             self.versions.pop(name, None)
             self.versions[name] = mark
 
     def begin(self, partition: int, slots: Slots = ALL) -> DurablePart:
-        """What the owner of these slots begins with."""
+        """The progress with which the owner of these slots begins."""
         offset, text = self._group.get(partition, (0, None))
         restored = decode(offset, text)
         if restored.problem is not None:
             raise KeylaneError(f"committed progress of partition {partition}: {restored.problem}")
-        range_progresses = self._standings[partition].values()
+        range_progresses = self._ranges[partition].values()
         sharing = SharedPartition.begin(
             slots,
             range_progresses,
@@ -74,7 +74,7 @@ class DurableState:
         return DurablePart(partition, slots, mark, sharing, self._app)
 
     def kept(self, parts: Iterable[DurablePart]) -> dict[tuple[int, int], RetryState]:
-        """Attempts that were written down, of messages in these parts that are not done."""
+        """Recorded attempts of unfinished messages in these parts."""
         kept: dict[tuple[int, int], RetryState] = {}
         for part in parts:
             for records in self._kept[part.partition].values():
@@ -87,24 +87,24 @@ class DurableState:
         return kept
 
     def progress(self, part: DurablePart, kept: dict[int, RetryState], *, leads: bool) -> Callable[[], None]:
-        """What writes down how far this part is now, and its attempts. ``leads``: it has the group's offset too."""
+        """A function that records the part's present progress and attempts; with ``leads`` also the group's offset."""
         partition, slots, mark = part.partition, part.slots, part.mark
-        known = dict(self._standings[partition])
+        known = dict(self._ranges[partition])
         if isinstance(mark, RangeWatermark):
             segments = mark.segments()
             if slots != ALL or len(segments) > 1:
-                standing = known[slots] = part.sharing.range_progress(segments)
+                recorded = known[slots] = part.sharing.range_progress(segments)
                 watermark = part.sharing.group_watermark(known.values()) if leads else None
-                useless = part.sharing.superseded(known.values()) if watermark is not None else []
+                superseded = part.sharing.superseded(known.values()) if watermark is not None else []
 
                 def write_range() -> None:
                     part.written = in_common(segments)
                     self._kept[partition][slots] = kept
-                    self._standings[partition][slots] = standing
+                    self._ranges[partition][slots] = recorded
                     if watermark is not None:
                         self._group[partition] = watermark, _RANGES
                         self._grouped[partition] = part.sharing.generation
-                        self._forget(part, useless)
+                        self._forget(part, superseded)
 
                 return write_range
             progress = segments[0].progress
@@ -123,14 +123,14 @@ class DurableState:
         return write
 
     def _forget(self, part: DurablePart, range_progresses: Iterable[RangeProgress]) -> None:
-        for standing in range_progresses:
-            self._standings[part.partition].pop(standing.slots, None)
-            if standing.slots != part.slots:
-                self._kept[part.partition].pop(standing.slots, None)
+        for found in range_progresses:
+            self._ranges[part.partition].pop(found.slots, None)
+            if found.slots != part.slots:
+                self._kept[part.partition].pop(found.slots, None)
 
 
 class DurablePart:
-    """What one task owns of one partition, and how far it is."""
+    """The part of a partition that one task owns, and its progress."""
 
     __slots__ = ("_app", "mark", "partition", "sharing", "slots", "written")
 
@@ -147,20 +147,20 @@ class DurablePart:
         self.mark = mark
         self.sharing = sharing
         self.written: PartitionProgress | None = None
-        """What this task has committed last."""
+        """The last commit of this task."""
         self._app = app
 
     def is_done(self, slot: int, offset: int) -> bool:
-        """Whether this message was done when the part began."""
+        """True if this message was done when the part began."""
         if isinstance(self.mark, RangeWatermark):
             return self.mark.is_done(slot, offset)
         return not self.mark.wanted(offset)
 
     def was_done(self, key: bytes | None, offset: int) -> bool:
-        """The same of a message with this key; what is in the slots of others is their concern."""
+        """The same for a message with this key. True for messages in the slots of other tasks."""
         slot = self._app.slot_of(key, offset)
         return slot not in self.slots or self.is_done(slot, offset)
 
     def owns(self, key: bytes | None, offset: int) -> bool:
-        """Whether a message of this partition is in these slots."""
+        """True if this message is in the part's slots."""
         return self.slots == ALL or self._app.slot_of(key, offset) in self.slots

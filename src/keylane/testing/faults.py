@@ -1,4 +1,4 @@
-"""What can go wrong in a run of the harness, as values: a schedule of faults is a list."""
+"""Faults and operator commands for a run of the harness, as values. A schedule is a list of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """At this virtual second everything in memory is lost; the run goes on from the progress committed last.
+    """A crash at this virtual second: everything in memory is lost, and the run continues from the last commit.
 
-    What was handed to the sink and not acknowledged may be there afterwards or not, as the seed will have it. Unlike
-    in a real crash, stages that wait see a CancelledError and resources are closed.
+    The seed decides which unacknowledged results the sink keeps. Unlike in a real crash, waiting stages get a
+    CancelledError, and resources are closed.
     """
 
     at: float
@@ -18,14 +18,14 @@ class Crash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """At this virtual second the epoch ends as epochs do: it drains, commits, and the next one goes on."""
+    """The end of an epoch at this virtual second: it drains and commits, and the next epoch begins."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recut:
-    """A drain; from the next epoch on so many ``tasks`` share out every partition's keys."""
+    """A drain; from the next epoch on, ``tasks`` tasks share the keys of every partition."""
 
     at: float
     tasks: int
@@ -33,7 +33,7 @@ class Recut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """From this virtual second the sink acknowledges nothing, for so many seconds: a slow broker."""
+    """A slow broker: from this virtual second, the sink acknowledges nothing for ``for_`` seconds."""
 
     at: float
     for_: float
@@ -41,7 +41,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """From this virtual second letters cannot be written, for so many seconds."""
+    """From this virtual second, dead letters cannot be written for ``for_`` seconds."""
 
     at: float
     for_: float
@@ -49,7 +49,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reject:
-    """From this virtual second the sink rejects single results, for so many seconds: each with this chance."""
+    """From this virtual second, the sink rejects each result with this chance, for ``for_`` seconds."""
 
     at: float
     for_: float
@@ -74,9 +74,9 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redrive:
-    """An operator redrives the lane of this key: all its letters, before anything newer.
+    """An operator redrives the lane of this key: all its dead letters, before newer messages.
 
-    A redrive that a crash cuts off is standing: the next task goes on with it.
+    After a crash, the next task continues the redrive.
     """
 
     at: float
@@ -85,7 +85,7 @@ class Redrive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reset:
-    """An operator says how far the entity of this key is: the version after ``to`` is next; None: it begins anew."""
+    """An operator sets the version of this key's entity: the one after ``to`` is next. With None, any version is."""
 
     at: float
     key: bytes
@@ -94,4 +94,4 @@ class Reset:
 
 Action = Release | Skip | Redrive | Reset
 Fault = Crash | Drain | Recut | Pause | Refuse | Reject | Action
-"""What happens in a run besides the messages."""
+"""An event of a run that is not a message."""

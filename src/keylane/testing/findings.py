@@ -1,4 +1,4 @@
-"""Collects violations while a check runs: counts all, keeps the first of each kind, adds their timelines."""
+"""Violations that a check has found: it counts all, and keeps the first of each kind with their timelines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from keylane.audit.violation import Flaw, HistoryEvent
     from keylane.testing.verdict import Sent
 
-_KEPT = 10  # of each kind; a broken run has thousands, and one shows the bug
-_BEFORE, _AFTER = 8, 4  # events that a timeline shows on either side
+_KEPT_PER_FLAW = 10
+_EVENTS_BEFORE, _EVENTS_AFTER = 8, 4
+"""Events of a timeline around the violation."""
 
 
 class Findings:
-    """What a check has found so far."""
+    """Violations found so far."""
 
     def __init__(self) -> None:
         self.tally: dict[Flaw, int] = {}
@@ -35,9 +36,9 @@ class Findings:
         *,
         key: bytes | None = None,
     ) -> None:
-        """Notes a violation at an event (whose index in the history is given), or about a message, or about a key."""
+        """Add a violation at an event, with its index in the history, or about a message, or about a key."""
         count = self.tally[flaw] = self.tally.get(flaw, 0) + 1
-        if count > _KEPT:
+        if count > _KEPT_PER_FLAW:
             return
         where = message or event
         violation = (
@@ -55,13 +56,13 @@ class Findings:
         self._kept.append((index, violation))
 
     def violations(self) -> tuple[Violation, ...]:
-        """Those that were kept, as they came."""
+        """The kept violations, in the order they were added."""
         return tuple(violation for _, violation in self._kept)
 
     def with_timelines(
         self, events: Sequence[HistoryEvent], line_of: Callable[[HistoryEvent], Hashable]
     ) -> tuple[Violation, ...]:
-        """Those that were kept, in the order of their events, each with the events of the same line around it."""
+        """The kept violations, in the order of their events, each with the events around it in the same line."""
         lines: dict[Hashable, list[int]] = {
             line_of(v.event): [] for _, v in self._kept if v.event is not None
         }
@@ -79,6 +80,6 @@ class Findings:
                 continue
             line = lines[line_of(violation.event)]
             at = bisect_left(line, index)
-            timeline = tuple(events[i] for i in line[max(0, at - _BEFORE) : at + _AFTER + 1])
+            timeline = tuple(events[i] for i in line[max(0, at - _EVENTS_BEFORE) : at + _EVENTS_AFTER + 1])
             found.append(replace(violation, timeline=timeline))
         return tuple(found)

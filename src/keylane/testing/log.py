@@ -1,4 +1,4 @@
-"""A log in memory: topics, partitions and records, shaped as Kafka's are."""
+"""Log in memory: topics, partitions and records in the form of Kafka's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryLog", "MemoryRecord", "murmur2", "partition_of"]
 
-_CREATE_TIME = 1  # Kafka's number for a timestamp that the producer has set
+_CREATE_TIME = 1  # Kafka's code of a timestamp that the producer has set
 
 
 class MemoryRecord:
@@ -39,31 +39,31 @@ class MemoryRecord:
         self._timestamp = timestamp
 
     def topic(self) -> str:
-        """The topic it lies in."""
+        """The topic."""
         return self._topic
 
     def partition(self) -> int:
-        """The partition it lies in."""
+        """The partition."""
         return self._partition
 
     def offset(self) -> int:
-        """Its place there."""
+        """The offset in the partition."""
         return self._offset
 
     def key(self) -> bytes | None:
-        """The key, None for a keyless record."""
+        """The key; None for a keyless record."""
         return self._key
 
     def value(self) -> bytes | None:
-        """The value, None for a tombstone."""
+        """The value; None for a tombstone."""
         return self._value
 
     def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
-        """A new list of them, or None when there are none, as confluent-kafka has it."""
+        """A new list of the headers; None without headers, as in confluent-kafka."""
         return list(self._headers) or None
 
     def timestamp(self) -> tuple[int, int]:
-        """Kind and milliseconds; ``(0, 0)`` when it carries none."""
+        """Type and milliseconds; ``(0, 0)`` without a timestamp."""
         return (0, 0) if self._timestamp is None else (_CREATE_TIME, self._timestamp)
 
     def __repr__(self) -> str:
@@ -71,9 +71,9 @@ class MemoryRecord:
 
 
 class MemoryLog:
-    """Topics that exist as soon as they are named, each with ``partitions`` partitions.
+    """Topics with ``partitions`` partitions each; a topic exists from its first use on.
 
-    Records with a key go where Java clients put them, keyless ones to each partition in turn.
+    A record with a key goes to the partition that Java clients choose; keyless records go to each partition in turn.
 
     >>> log = MemoryLog(partitions=3)
     >>> log.append("chat.in", key=b"anna", value=b"hello")
@@ -82,7 +82,7 @@ class MemoryLog:
 
     def __init__(self, *, partitions: int = 1) -> None:
         if partitions < 1:
-            raise ValueError(f"a topic has at least 1 partition, not {partitions}")
+            raise ValueError(f"partitions must be at least 1, got {partitions}")
         self.partitions = partitions
         self._topics: dict[str, list[list[MemoryRecord]]] = {}
         self._ends: dict[tuple[str, int], int] = {}
@@ -98,7 +98,7 @@ class MemoryLog:
         timestamp: int | None = None,
         partition: int | None = None,
     ) -> MemoryRecord:
-        """Write a record and return it. ``timestamp`` in milliseconds; ``partition`` only to overrule the key.
+        """Append a record and return it. ``timestamp`` is in milliseconds; ``partition`` overrules the key.
 
         Raises ValueError for a partition that does not exist.
         """
@@ -127,20 +127,20 @@ class MemoryLog:
         return turn % self.partitions
 
     def grow(self, partitions: int) -> None:
-        """Add partitions to every topic: from now on there are this many."""
+        """Raise the number of partitions of every topic. Raises ValueError for a lower number."""
         if partitions < self.partitions:
-            raise ValueError(f"a topic cannot lose partitions: there are {self.partitions}, not {partitions}")
+            raise ValueError(f"partitions must be at least {self.partitions}, as now, got {partitions}")
         self.partitions = partitions
         for topic in self._topics.values():
             topic += [[] for _ in range(partitions - len(topic))]
 
     def skip(self, topic: str, partition: int, offsets: int = 1) -> None:
-        """Leave a hole before the next record, as compaction and transaction markers do."""
+        """Leave a gap in the offsets before the next record, as compaction and transaction markers do."""
         self._partition(topic, partition)
         self._ends[topic, partition] = self.end(topic, partition) + offsets
 
     def records(self, topic: str, partition: int | None = None, *, start: int = 0) -> list[MemoryRecord]:
-        """The records of one partition, or of all one after another, from offset ``start`` on."""
+        """The records of one partition, or of all partitions in turn, from offset ``start`` on."""
         if partition is not None:
             return [record for record in self._partition(topic, partition) if record.offset() >= start]
         return [
@@ -153,5 +153,7 @@ class MemoryLog:
 
     def _partition(self, topic: str, partition: int) -> list[MemoryRecord]:
         if not 0 <= partition < self.partitions:
-            raise ValueError(f"topic {topic!r} has partitions 0 to {self.partitions - 1}, not {partition}")
+            raise ValueError(
+                f"partition must be 0 to {self.partitions - 1} in topic {topic!r}, got {partition}"
+            )
         return self._topics.setdefault(topic, [[] for _ in range(self.partitions)])[partition]

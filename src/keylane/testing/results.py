@@ -1,4 +1,4 @@
-"""Judges an output topic: per key the same order as the input, each result exactly once."""
+"""Checker of output topics: by key the order of the input, and each result exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from keylane.testing.verdict import ResultsVerdict
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence
 
-_AROUND = 4  # ids shown on either side of the first difference
+_IDS_AROUND = 4
+"""Ids shown on either side of the first difference."""
 
 
 def check_results(
@@ -22,13 +23,14 @@ def check_results(
     allow_duplicates: bool = False,
     late: Collection[Hashable] = (),
 ) -> ResultsVerdict:
-    """Compares (key, id) pairs of the source topic with those of the results, each in the order of its log.
+    """Compare (key, id) pairs of the source topic with those of the results, each in the order of its log.
 
-    An id is unique inside its key; one that was sent twice counts once, at its first place. Of a result that is there
-    more than once the first decides about the order; the others are counted as duplicates, and are a violation unless
-    allowed. Those that are ``late``, as dead letters that were redriven, may come after what is behind them, and never
-    before what is in front of them. Keyless messages have no order. No results, or no key with two, prove nothing: that
-    is not ok.
+    An id is unique inside its key. An id that was sent twice counts once, at its first place. Of repeated results, the
+    first one decides the order; the others count as duplicates, which are violations unless ``allow_duplicates``.
+
+    ``late`` results, such as those of redriven dead letters, may come after later results, and never before earlier
+    ones. Keyless messages have no order. Without a key that has two results nothing is proved, and the verdict is not
+    ok.
     """
     expected, inputs, _ = _by_key(input_records)
     found, outputs, duplicates = _by_key(output_records)
@@ -49,13 +51,11 @@ def check_results(
         known = expected.get(key, {})
         for name, count in results.items():
             if name not in known:
-                findings.add(
-                    Flaw.UNKNOWN, f"a result for {name!r}, which was not sent under this key", key=key
-                )
+                findings.add(Flaw.UNKNOWN, f"result for {name!r}, which was not sent with this key", key=key)
             elif count > 1 and not allow_duplicates:
                 findings.add(Flaw.REPEAT, f"{count} results for {name!r}", key=key)
     if not any(len(results) > 1 for key, results in found.items() if key is not None):
-        findings.add(Flaw.THIN, f"{outputs} results, and no key with two: order was never put to the test")
+        findings.add(Flaw.THIN, f"{outputs} results and no key with two, so they prove nothing about order")
     return ResultsVerdict(
         violations=findings.violations(),
         tally=findings.tally,
@@ -68,7 +68,7 @@ def check_results(
 
 
 def _due(wanted: Sequence[Hashable], got: Sequence[Hashable], late: Collection[Hashable]) -> list[Hashable]:
-    """What was due in each place: the late ones where they came, if everything in front of them was there."""
+    """The expected id in each place. A late id is expected where it came, if all ids before it had come."""
     place = {name: number for number, name in enumerate(wanted)}
     left = deque(name for name in wanted if name not in late)
     due = []
@@ -81,7 +81,7 @@ def _due(wanted: Sequence[Hashable], got: Sequence[Hashable], late: Collection[H
 def _by_key(
     records: Iterable[tuple[bytes | None, Hashable]],
 ) -> tuple[dict[bytes | None, dict[Hashable, int]], int, int]:
-    """Per key its ids in the order of their first appearance, with their number; how many in all; how many again."""
+    """By key, its ids in the order of their first appearance, with their counts; the total; the repeats."""
     keys: dict[bytes | None, dict[Hashable, int]] = {}
     total = again = 0
     for key, name in records:
@@ -100,7 +100,7 @@ def _by_key(
 def _compare(findings: Findings, key: bytes, sent: Sequence[Hashable], got: Sequence[Hashable]) -> None:
     for place, (wanted, result) in enumerate(zip(sent, got, strict=True)):
         if wanted != result:
-            part = slice(max(0, place - _AROUND), place + _AROUND + 1)
+            part = slice(max(0, place - _IDS_AROUND), place + _IDS_AROUND + 1)
             shown = f"\n    sent    {list(sent[part])}\n    results {list(got[part])}"
-            findings.add(Flaw.ORDER, f"result {result!r} where {wanted!r} was due{shown}", key=key)
+            findings.add(Flaw.ORDER, f"expected a result for {wanted!r}, got {result!r}{shown}", key=key)
             return

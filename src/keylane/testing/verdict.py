@@ -1,4 +1,4 @@
-"""What a check found: the verdict, and each violation with the timeline that shows it."""
+"""Verdicts: the result of a check, with its violations and counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from keylane.audit.violation import Flaw, Violation
 
 
-class CheckFailed(KeylaneError, AssertionError):  # noqa: N818 - reads as what happened in a test report
-    """A verdict that is not ok. The message shows the first counterexample."""
+class CheckFailed(KeylaneError, AssertionError):  # noqa: N818 - reads well in a test report
+    """The verdict is not ok. The message shows the first violation."""
 
 
 class Sent(NamedTuple):
@@ -27,20 +27,20 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What every verdict has."""
+    """Base of all verdicts."""
 
     violations: tuple[Violation, ...]
-    """The first ten of each kind, in the order in which they showed; those without an event come last."""
+    """The first ten of each kind, in the order of their events; violations without an event come last."""
     tally: Mapping[Flaw, int] = field(default_factory=dict)
-    """How many of each kind there were in all."""
+    """The number of violations of each kind."""
 
     @property
     def ok(self) -> bool:
-        """True when nothing was found. A check that could prove nothing is not ok."""
+        """True if there are no violations. Too little evidence is a violation too."""
         return not self.violations
 
     def raise_if_bad(self) -> None:
-        """Raises :class:`CheckFailed`, which shows the first counterexample, when the verdict is not ok."""
+        """Raise :class:`CheckFailed`, which shows the first violation, if the verdict is not ok."""
         if not self.ok:
             raise CheckFailed(str(self))
 
@@ -57,11 +57,11 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much a history holds."""
+    """Sizes of a history."""
 
     sent: int
     messages: int
-    """Different messages that were started."""
+    """Distinct messages that were started."""
     attempts: int
     keys: int
     owners: int
@@ -71,15 +71,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Judged):
-    """What a history of attempts shows; made by :func:`keylane.testing.check`."""
+    """Verdict on a history of attempts; the result of :func:`keylane.testing.check`."""
 
     lost: tuple[Sent, ...]
-    """Sent and never finished, all of them."""
+    """All messages that were sent and never finished."""
     repeats: int
-    """Times that a message finished again, over all messages."""
+    """How often a message finished again, summed over all messages."""
     counts: Counts
     affinity: float
-    """The share of the keys that had exactly one owner: 1.0 when no lane ever moved."""
+    """The share of keys that had exactly one owner; 1.0 if no lane ever moved."""
 
     def facts(self) -> str:
         """The counts, in one line."""
@@ -92,13 +92,13 @@ class Verdict(Judged):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsVerdict(Judged):
-    """What an output topic shows; made by :func:`keylane.testing.check_results`."""
+    """Verdict on an output topic; the result of :func:`keylane.testing.check_results`."""
 
     inputs: int
     outputs: int
     keys: int
     duplicates: int
-    """Results that were there more than once."""
+    """Results that repeat an earlier one."""
     missing: int
 
     def facts(self) -> str:

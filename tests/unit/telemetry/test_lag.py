@@ -73,7 +73,7 @@ def judged(movement: LagMovement, **given: Any) -> LagTrend:
         (moved(0, -50, 50), {"standing": 40.0}, LagTrend.STUCK),
     ],
 )
-def test_the_pace_in_words(movement: LagMovement, given: dict[str, Any], pace: LagTrend) -> None:
+def test_trend_follows_the_movement(movement: LagMovement, given: dict[str, Any], pace: LagTrend) -> None:
     assert judged(movement, **given) is pace
 
 
@@ -128,13 +128,13 @@ def test_message_that_hangs_is_stuck_while_others_finish() -> None:
     assert work_on(0, [other], NOW) is None
 
 
-def test_the_time_to_catch_up() -> None:
+def test_time_to_catch_up_follows_the_rates() -> None:
     assert moved(100, 300, 1000).catch_up == pytest.approx(10.0)
     assert moved(100, 100, 1000).catch_up is None
     assert moved(100, 0, 0).catch_up == 0
 
 
-def test_a_group_without_progress_counts_from_the_beginning_of_the_log() -> None:
+def test_group_without_progress_counts_from_the_log_begin() -> None:
     assert PartitionLag(begin=5, end=9, committed=None).lag == 4
     assert PartitionLag(begin=5, end=9, committed=2).lag == 4
     assert PartitionLag(begin=5, end=9, committed=8).lag == 1
@@ -174,7 +174,7 @@ def test_lag_shows_malformed_records_of_the_state_topic() -> None:
     assert "malformed records in the state topic, ignored: lane 2, run 1" in text(found)
 
 
-def test_what_a_partition_is_stuck_on() -> None:
+def test_stuck_partition_names_its_cause() -> None:
     record = stopped(b"k42", offset=1040, since=NOW - 720, partition=0)
     stuck = first(view(LagTrend.STUCK), blocked=record)
     assert reasons(stuck, stuck.partitions[0]) == ["lane k42 blocked at offset 1040 since 12 min"]
@@ -243,7 +243,7 @@ def test_parked_lanes_and_dead_letters_are_in_the_first_line() -> None:
     assert (told["lanes"], told["dead_letters"]) == ({"blocked": 2, "parked": 1}, 4)
 
 
-def test_open_transactions_are_no_lag() -> None:
+def test_open_transactions_do_not_count_as_lag() -> None:
     offsets = PartitionLag(begin=0, end=100, committed=100, hidden=7)
     found = first(view(LagTrend.IDLE, lag=0), offsets=offsets)
     assert (found.lag, found.hidden) == (0, 7)
@@ -262,7 +262,7 @@ def test_rows_fit_on_one_line_of_a_terminal(width: int) -> None:
     assert any(line.startswith("PARTITION") and line.rstrip().endswith("STATE") for line in lines)
 
 
-def test_a_group_that_is_not_there_and_one_that_commits_later_are_told_apart_from_a_stuck_one() -> None:
+def test_absent_or_slowly_committing_group_is_not_stuck() -> None:
     found = first(view(LagTrend.STUCK), offsets=PartitionLag(begin=0, end=9, committed=None))
     assert reasons(found, found.partitions[0])[0].startswith("the group has no committed offset here")
     later = first(view(LagTrend.IDLE), reached=2040, movement=moved(0, 0, 0))
@@ -271,7 +271,7 @@ def test_a_group_that_is_not_there_and_one_that_commits_later_are_told_apart_fro
     ]
 
 
-def test_it_is_shown_as_a_table_with_what_is_known_below() -> None:
+def test_lag_is_a_table_with_details_below() -> None:
     record = stopped(b"k42", offset=1040, since=NOW - 720, partition=0)
     told = text(first(view(LagTrend.STUCK, LagTrend.FALLING_BEHIND), blocked=record))
     assert "chat on chat.in: stuck, lag 2,000, in 100/s, out 50/s over 2 s" in told
@@ -289,14 +289,14 @@ def test_skew_is_named() -> None:
     assert view(LagTrend.KEEPING_UP, LagTrend.KEEPING_UP).skewed is None
 
 
-def test_keys_that_would_move_the_cursor_do_not() -> None:
+def test_keys_are_shown_without_control_characters() -> None:
     found = first(view(LagTrend.KEEPING_UP), oldest=OldestPending(offset=1, key=b"\x1b[2Ja[red]b", at=None))
     assert "\x1b" not in text(found)
     long = first(view(LagTrend.KEEPING_UP), oldest=OldestPending(offset=1, key=b"x" * 500, at=None))
     assert "x" * 60 not in text(long)
 
 
-def test_json_has_the_same() -> None:
+def test_json_has_the_same_facts() -> None:
     record = stopped(b"k42", offset=1040, since=NOW - 720, partition=0)
     found = facts("chat", "chat.in", first(view(LagTrend.STUCK, LagTrend.KEEPING_UP), blocked=record))
     assert json.loads(json.dumps(found)) == found
@@ -351,7 +351,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
         (LagTrend.NOT_RUNNING, 3),
     ],
 )
-def test_the_exit_code_says_how_it_is(watched: type[Watched], pace: LagTrend, code: int) -> None:
+def test_exit_code_follows_the_trend(watched: type[Watched], pace: LagTrend, code: int) -> None:
     watched.found = view(LagTrend.IDLE, pace)
     done = CliRunner().invoke(app, ["lag", "chat", "--json"])
     assert done.exit_code == code, done.output
@@ -359,7 +359,7 @@ def test_the_exit_code_says_how_it_is(watched: type[Watched], pace: LagTrend, co
     assert watched.asked == ("chat", "chat.in", True)
 
 
-def test_any_group_can_be_asked_about(watched: type[Watched]) -> None:
+def test_lag_of_any_group_is_shown(watched: type[Watched]) -> None:
     watched.found = view(LagTrend.IDLE)
     done = CliRunner().invoke(app, ["lag", "--group", "billing", "--topic", "orders"])
     assert done.exit_code == 0, done.output
@@ -368,7 +368,7 @@ def test_any_group_can_be_asked_about(watched: type[Watched]) -> None:
 
 
 @pytest.mark.parametrize("more", [["--json"], []])
-def test_watching_goes_on_when_the_broker_was_away(watched: type[Watched], more: list[str]) -> None:
+def test_watching_continues_after_a_broker_outage(watched: type[Watched], more: list[str]) -> None:
     watched.found = view(LagTrend.STUCK)
     done = CliRunner().invoke(app, ["lag", "chat", "--watch", *more])
     assert done.exit_code == 0, done.output
@@ -385,7 +385,7 @@ def test_watching_goes_on_when_the_broker_was_away(watched: type[Watched], more:
         (["shop_missing:app"], "module 'shop_missing' was not found"),
     ],
 )
-def test_wrong_usage_is_told(
+def test_wrong_usage_is_an_error(
     given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["keylane", "lag", *given, "--bootstrap", "nowhere:1"])
@@ -406,9 +406,7 @@ def test_commands_import_a_module_reference(
     assert "module 'no_such_shop' was not found" in capsys.readouterr().err
 
 
-def test_module_reference_stands_for_the_name_of_its_app(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_reference_names_its_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named_shop.py").write_text("from keylane import App\napp = App('payments', source='in')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -577,7 +575,7 @@ def test_app_that_started_long_ago_needs_its_topic_named(monkeypatch: pytest.Mon
     assert not isinstance(raised.value, source.StartingError)
 
 
-def test_run_that_has_told_nothing_yet_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_telemetry_so_far_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.tell(100, ago=600)  # the run before it, which was killed
     cluster.started = time.time() - 8
@@ -613,7 +611,7 @@ class Nothing:
         return []
 
 
-def test_a_lane_that_is_blocked_further_on_holds_up_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_blocked_at_a_later_offset_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.lanes = [stopped(b"late", offset=700, partition=0), stopped(b"later", offset=800, partition=0)]
     cluster.tell(100)

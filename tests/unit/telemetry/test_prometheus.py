@@ -56,7 +56,7 @@ def exporter() -> Exporter:
     return made
 
 
-def test_a_scrape_shows_what_the_tasks_told() -> None:
+def test_scrape_shows_the_telemetry_of_all_tasks() -> None:
     found = metric_values(exporter().text())
     assert found['keylane_messages_total{app="chat",outcome="ok"}'] == 7 + 5
     assert found['keylane_messages_total{app="chat",outcome="duplicate"}'] == 2
@@ -74,7 +74,7 @@ def test_a_scrape_shows_what_the_tasks_told() -> None:
     assert found['keylane_broker_up{app="chat"}'] == 1
 
 
-def test_an_app_that_never_spoke_has_zeros_and_its_lag() -> None:
+def test_app_without_telemetry_has_zeros() -> None:
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
     found = metric_values(made.text())
     assert found['keylane_tasks{app="chat"}'] == found['keylane_broker_up{app="chat"}'] == 0
@@ -97,7 +97,7 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert values == [*range(1, len(BOUNDS) + 2), len(BOUNDS) + 1, 3.0]
 
 
-def test_it_is_served_over_http() -> None:
+def test_metrics_are_served_over_http() -> None:
     made = exporter()
     port = made.serve(0, "127.0.0.1")
     try:
@@ -113,7 +113,7 @@ def test_it_is_served_over_http() -> None:
         made.close()
 
 
-def test_metrics_are_served_to_this_machine_alone() -> None:
+def test_metrics_are_served_to_this_machine_only() -> None:
     made = exporter()
     port = made.serve(0)
     try:
@@ -177,14 +177,14 @@ def test_the_exporter_survives_any_error(monkeypatch: pytest.MonkeyPatch) -> Non
     assert metric_values(made.text())['keylane_tasks{app="chat"}'] == 1
 
 
-def test_the_exporter_says_how_old_its_figures_are() -> None:
+def test_exporter_shows_the_age_of_its_values() -> None:
     made = exporter()
     assert metric_values(made.text())['keylane_exporter_age_seconds{app="chat"}'] < 5
     made._metrics._updated_at -= 100
     assert metric_values(made.text())['keylane_exporter_age_seconds{app="chat"}'] > 99
 
 
-def test_telemetry_of_another_app_or_from_the_future_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_of_other_apps_or_the_future_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     given = [
         snapshot(at=now).encode(),
@@ -237,7 +237,7 @@ def test_every_metric_that_is_served_is_on_the_dashboard() -> None:
     assert hidden <= {"keylane_hottest_key_waiting"}
 
 
-def test_every_metric_of_the_alerts_is_served_and_every_alert_names_a_command() -> None:
+def test_alerts_use_served_metrics_and_name_a_command() -> None:
     text = (ROOT / "ops/prometheus/alerts.yml").read_text()
     alerts = re.split(r"\n      - alert: ", text)[1:]
     assert len(alerts) == text.count("alert:") >= 8
@@ -255,7 +255,7 @@ def test_every_metric_of_the_alerts_is_served_and_every_alert_names_a_command() 
         assert "summary: " in alert
 
 
-def test_the_page_about_telemetry_names_every_metric_and_every_field() -> None:
+def test_telemetry_page_names_every_metric_and_field() -> None:
     page = (ROOT / "docs/telemetry.md").read_text()
     for name in served():
         assert re.sub("_(sum|count|bucket)$", "", name) in page, name

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @given(st.lists(st.floats(0, 10_000)), st.lists(st.floats(0, 10_000)))
-def test_histograms_can_be_added_and_taken_apart(some: list[float], more: list[float]) -> None:
+def test_histograms_can_be_added_and_subtracted(some: list[float], more: list[float]) -> None:
     both = histogram(*some).plus(histogram(*more))
     assert both.counts == histogram(*some, *more).counts
     assert both.count == len(some) + len(more)
@@ -47,7 +47,7 @@ def test_a_quantile_is_within_its_bucket(seconds: list[float], q: float) -> None
     assert Histogram().quantile(q) is None
 
 
-def test_a_value_at_a_bound_is_in_its_bucket_as_prometheus_has_it() -> None:
+def test_value_at_a_bound_belongs_to_the_bucket_below() -> None:
     assert histogram(BOUNDS[3]).counts[3] == 1
     assert histogram(BOUNDS[-1] * 2).counts[-1] == 1
     assert histogram(-5).counts[0] == 1
@@ -56,7 +56,7 @@ def test_a_value_at_a_bound_is_in_its_bucket_as_prometheus_has_it() -> None:
 # -- records -------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_went() -> None:
+def test_record_survives_encoding() -> None:
     one = snapshot(
         breakers={"pay": "open"},
         latency=histogram(0.01, 0.5),
@@ -69,7 +69,7 @@ def test_a_record_comes_back_as_it_went() -> None:
     assert (back.outcomes, back.partitions[0].lag, back.hot) == (one.outcomes, 15, one.hot)
 
 
-def test_a_record_of_a_later_version_that_only_adds_something_is_read() -> None:
+def test_record_with_additional_fields_is_read() -> None:
     found = json.loads(snapshot().encode())
     found["new"] = 1
     found["lanes"]["new"] = 1
@@ -79,7 +79,7 @@ def test_a_record_of_a_later_version_that_only_adds_something_is_read() -> None:
 @pytest.mark.parametrize(
     "value", [None, b"", b"{}", b"[]", b'"x"', b"\xff", b'{"v": 2}', b'{"v": 1}', b'{"v": 2, "app": null}']
 )
-def test_what_makes_no_sense_is_a_value_error(value: bytes | None) -> None:
+def test_malformed_record_is_a_value_error(value: bytes | None) -> None:
     with pytest.raises(ValueError, match=r".+"):
         decode(value)
 
@@ -114,12 +114,12 @@ def test_a_record_is_small() -> None:
 
 
 @pytest.mark.parametrize("interval", [0, -1, 0.05, 1e9, "1", True, None])
-def test_an_interval_that_makes_no_sense_is_refused(interval: Any) -> None:
+def test_interval_outside_its_range_is_refused(interval: Any) -> None:
     with pytest.raises(SettingsError, match=r"Telemetry\(interval="):
         Telemetry(interval=interval)
 
 
-def test_an_app_tells_unless_it_is_told_not_to() -> None:
+def test_telemetry_is_on_by_default() -> None:
     assert App("a", source="b").spec.telemetry == Telemetry(interval=1.0)
     assert App("a", source="b", telemetry=False).spec.telemetry is None
     assert App("a", source="b", telemetry=Telemetry(interval=5)).spec.telemetry == Telemetry(interval=5)
@@ -145,7 +145,7 @@ def test_few_messages_are_all_measured() -> None:
     assert meter.latency.sum == pytest.approx(100 * 0.2)
 
 
-def test_of_many_messages_some_are_measured_and_stand_for_the_rest() -> None:
+def test_of_many_messages_a_weighted_sample_is_measured() -> None:
     meter = LatencySampler()
     for _ in range(5):
         for _ in range(400):
@@ -165,7 +165,7 @@ def test_small_batches_are_sampled_as_large_ones_are() -> None:
     assert meter.latency.count == pytest.approx(60_000, rel=0.15)
 
 
-def test_it_measures_all_again_when_there_are_few() -> None:
+def test_all_messages_are_measured_after_a_busy_time() -> None:
     meter = LatencySampler()
     meter.done(deliveries(100 * SAMPLES_PER_TICK))
     assert meter.stride > 1
@@ -184,7 +184,7 @@ def test_a_redriven_message_and_one_without_a_time_do_not_count() -> None:
 # -- totals --------------------------------------------------------------------------------------------------------
 
 
-def test_lost_records_take_nothing_with_them() -> None:
+def test_lost_records_lose_no_counts() -> None:
     totals = Totals(since=50.0)
     totals.take([snapshot(done=10, dead=0, duplicate=0, at=101.0)])
     totals.take([snapshot(done=90, dead=1, duplicate=0, at=109.0, latency=histogram(1, 2))])
@@ -220,7 +220,7 @@ def test_a_task_that_began_before_counts_from_its_first_record() -> None:
     assert totals.counters["done"] == 7
 
 
-def test_a_task_that_says_nothing_any_more_does_not_run() -> None:
+def test_silent_task_does_not_run() -> None:
     totals = Totals(since=50.0)
     totals.take([snapshot(life="a", at=101.0), snapshot(life="b", task=1, at=108.0)])
     assert [one.task for one in totals.running(109.0)] == [0, 1]
@@ -238,7 +238,7 @@ def test_of_two_runs_the_newer_one_runs() -> None:
 # -- never disturbs ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_broker_records_are_dropped_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_are_dropped_without_a_broker(caplog: pytest.LogCaptureFixture) -> None:
     sender = TelemetrySender(KafkaSettings("127.0.0.1:1"), "chat.telemetry")
     began = time.monotonic()
     for _ in range(200):  # more than the client keeps
@@ -253,7 +253,7 @@ def test_without_a_broker_records_are_dropped_and_nobody_waits(caplog: pytest.Lo
     assert time.monotonic() - began < 2
 
 
-def test_a_client_that_cannot_be_made_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_telemetry_client_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     sender = TelemetrySender(KafkaSettings("127.0.0.1:1", (("no.such.setting", "1"),)), "chat.telemetry")
     sender.send(b"0", b"x")
     sender.serve()

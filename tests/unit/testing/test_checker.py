@@ -117,7 +117,7 @@ def test_a_message_that_never_ran_can_be_finished_by_declaration() -> None:
     assert run.check(finished={(0, 1)}).ok
 
 
-def test_a_duplicate_that_never_ran_is_finished_with_the_message_it_repeats() -> None:
+def test_duplicate_is_finished_with_the_message_it_repeats() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(2)
     assert flaws(run.check()) == {Flaw.ORDER, Flaw.LOST}
     assert run.check(duplicates={(0, 1): (0, 0)}).ok
@@ -130,7 +130,7 @@ def test_a_lane_may_move_to_another_owner_between_messages() -> None:
     assert verdict.counts.owners == 2
 
 
-def test_an_attempt_ended_by_the_death_of_its_owner_does_not_overlap_the_next_owner() -> None:
+def test_attempt_cut_off_by_a_crash_does_not_overlap() -> None:
     run = Run().send(A, 0, 1).ran(0, owner="p1").start(1, owner="p1").ran(1, owner="p2")
     assert run.check().ok
 
@@ -145,7 +145,7 @@ def test_a_replay_after_a_crash_is_ok_when_repeats_are_allowed() -> None:
     assert verdict.repeats == 2
 
 
-def test_a_replay_may_leave_out_what_is_recorded_as_done() -> None:
+def test_replay_may_leave_out_committed_messages() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2).ran(0, owner="p2").ran(2, owner="p2")
     assert run.check(allow_repeats=1).ok
 
@@ -171,7 +171,7 @@ def test_one_key_in_two_partitions_has_an_order_in_each() -> None:
     assert run.check().ok
 
 
-def test_without_an_order_anything_may_run_at_any_time() -> None:
+def test_messages_without_an_order_may_run_at_any_time() -> None:
     run = Run().send(A, 0, 1).start(1).start(0).end(1).end(0)
     assert run.check(order="none").ok
 
@@ -194,12 +194,12 @@ def test_two_owners_of_one_message_at_once_overlap() -> None:
     assert flaws(run.check(allow_repeats=1)) == {Flaw.OVERLAP}
 
 
-def test_one_owner_that_starts_again_without_an_end_overlaps_itself() -> None:
+def test_owner_that_starts_twice_overlaps_itself() -> None:
     run = Run().send(A, 0, 1).start(0).start(0, attempt=2).end(0, attempt=2).ran(1)
     assert flaws(run.check()) == {Flaw.OVERLAP}
 
 
-def test_an_open_attempt_of_an_owner_that_lived_on_overlaps() -> None:
+def test_open_attempt_of_a_live_owner_overlaps() -> None:
     run = Run().send(A, 0, 1).send(B, 2)
     run.start(0, owner="p1").ran(0, owner="p2").ran(2, owner="p1").ran(1, owner="p2")
     assert flaws(run.check()) == {Flaw.OVERLAP}
@@ -221,7 +221,7 @@ def test_a_message_that_overtakes_a_retry_is_out_of_order() -> None:
     assert flaws(run.check()) == {Flaw.ORDER}
 
 
-def test_a_message_that_overtakes_the_retry_of_a_later_dead_letter_is_out_of_order() -> None:
+def test_overtaking_a_retry_of_a_dead_letter_is_out_of_order() -> None:
     run = Run().send(A, 0, 1, 2).ran(0, "failed").ran(1).ran(0, "failed", attempt=2).ran(2)
     assert flaws(run.check(finished={(0, 0)})) == {Flaw.ORDER}
     run = Run().send(A, 0, 1, 2).ran(0, "failed").ran(1)
@@ -229,7 +229,7 @@ def test_a_message_that_overtakes_the_retry_of_a_later_dead_letter_is_out_of_ord
     assert flaws(run.check(finished={(0, 0)})) == {Flaw.ORDER}
 
 
-def test_a_message_that_died_with_its_owner_and_is_passed_over_is_out_of_order_and_lost() -> None:
+def test_message_skipped_after_a_crash_is_lost_and_out_of_order() -> None:
     run = Run().send(A, 0, 1).start(0, owner="p1").ran(1, owner="p2")
     assert flaws(run.check()) == {Flaw.ORDER, Flaw.LOST}
 
@@ -281,7 +281,7 @@ def test_a_message_that_finished_twice_is_a_repeat() -> None:
 def test_a_duplicate_that_ran_is_found() -> None:
     verdict = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2).check(duplicates={(0, 1): (0, 0)})
     assert flaws(verdict) == {Flaw.DUPLICATE}
-    assert "it repeats offset 0" in str(verdict)
+    assert "a duplicate of offset 0 ran" in str(verdict)
 
 
 def test_a_duplicate_does_not_finish_the_message_it_repeats() -> None:
@@ -291,12 +291,12 @@ def test_a_duplicate_does_not_finish_the_message_it_repeats() -> None:
     assert verdict.lost == (Sent(A, 0, 1),)
 
 
-def test_repeats_are_found_without_an_order_too() -> None:
+def test_repeats_are_found_without_an_order() -> None:
     run = Run().send(None, 0, 1).ran(0).ran(1).ran(0)
     assert flaws(run.check(order="none")) == {Flaw.REPEAT}
 
 
-def test_what_was_not_sent_is_unknown() -> None:
+def test_message_that_was_not_sent_is_unknown() -> None:
     run = Run().send(A, 0, 1).ran(0).ran(1).ran(99)
     assert flaws(run.check()) == {Flaw.UNKNOWN}
     run = Run().send(A, 0, 1).ran(0).ran(1)
@@ -326,7 +326,7 @@ def test_an_order_that_does_not_exist_is_refused() -> None:
 # -- what it says --------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_verdict_raises_with_the_first_counterexample_and_its_timeline() -> None:
+def test_bad_verdict_shows_the_first_violation_with_its_timeline() -> None:
     run = Run().send(A, 0, 1).send(B, 2).ran(0, "failed").ran(2).ran(1).ran(0, attempt=2)
     with pytest.raises(CheckFailed) as failed:
         run.check().raise_if_bad()
@@ -342,7 +342,7 @@ def test_a_bad_verdict_raises_with_the_first_counterexample_and_its_timeline() -
     ]
 
 
-def test_thousands_of_violations_are_counted_and_a_few_are_kept() -> None:
+def test_violations_are_all_counted_and_few_are_kept() -> None:
     run = Run().send(A, *range(1000))
     for offset in range(0, 1000, 2):
         run.ran(offset + 1).ran(offset)
@@ -459,7 +459,7 @@ def test_a_dropped_message_is_lost(random: Random) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(random=RANDOMS)
-def test_a_start_moved_before_the_end_of_its_predecessor_overlaps(random: Random) -> None:
+def test_start_before_the_end_of_its_predecessor_overlaps(random: Random) -> None:
     schedule = Schedule(random, crashes=0)
     run = schedule.run
     first, second = neighbours(random, schedule)
@@ -498,7 +498,7 @@ def test_results_out_of_order_show_the_first_difference() -> None:
     results = check_results(SENT, [(A, 1), (A, 3), (A, 2), (B, 1), (None, 7), (None, 8)])
     assert results.tally == {Flaw.ORDER: 1}
     with pytest.raises(
-        CheckFailed, match=r"result 3 where 2 was due\n +sent +\[1, 2, 3\]\n +results \[1, 3, 2\]"
+        CheckFailed, match=r"expected a result for 2, got 3\n +sent +\[1, 2, 3\]\n +results \[1, 3, 2\]"
     ):
         results.raise_if_bad()
 
@@ -517,7 +517,7 @@ def test_duplicates_are_counted_and_a_violation_unless_allowed() -> None:
     assert check_results(SENT, output, allow_duplicates=True).ok
 
 
-def test_results_that_nobody_sent_are_unknown() -> None:
+def test_results_without_an_input_are_unknown() -> None:
     results = check_results(SENT, [*SENT, (B, 2), (b"z", 1)])
     assert results.tally == {Flaw.UNKNOWN: 2}
 
@@ -533,7 +533,7 @@ def test_results_that_prove_nothing_are_too_thin() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(random=RANDOMS)
-def test_any_interleaving_of_the_lanes_is_ok_and_any_swap_inside_one_is_not(random: Random) -> None:
+def test_interleaved_lanes_are_ok_and_swaps_inside_one_are_not(random: Random) -> None:
     records = [(random.choice([A, B]), number) for number in range(random.randint(5, 40))] + [
         (A, 90),
         (A, 91),
@@ -556,13 +556,13 @@ def by_version(**versions: int) -> dict[tuple[int, int], int]:
     return {(0, int(name[1:])): version for name, version in versions.items()}
 
 
-def test_versions_that_ascend_are_ok_whatever_their_offsets_and_by_offsets_they_are_not() -> None:
+def test_ascending_versions_are_ok_in_any_order_of_offsets() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(2).ran(1)
     assert flaws(run.check()) == {Flaw.ORDER}
     assert run.check(versions=by_version(o0=1, o1=3, o2=2)).ok
 
 
-def test_an_early_version_that_runs_before_the_missing_one_is_found() -> None:
+def test_version_that_runs_before_a_missing_one_is_found() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
     verdict = run.check(versions=by_version(o0=1, o1=3, o2=2))
     assert flaws(verdict) == {Flaw.ORDER}
@@ -572,7 +572,7 @@ def test_an_early_version_that_runs_before_the_missing_one_is_found() -> None:
 def test_an_owner_that_goes_back_to_a_lower_version_is_found() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
     details = [v.detail for v in run.check(versions=by_version(o0=1, o1=3, o2=2)).violations]
-    assert "owner p1 went back: it had started version 3 (offset 1) before" in details
+    assert "owner p1 went back: it had already started version 3 (offset 1)" in details
 
 
 def test_a_version_that_is_retried_is_finished_before_the_next() -> None:
@@ -583,35 +583,35 @@ def test_a_version_that_is_retried_is_finished_before_the_next() -> None:
     assert run.check(versions=by_version(o0=1, o1=3, o2=2)).ok
 
 
-def test_a_stale_version_is_finished_without_having_run() -> None:
+def test_stale_message_is_finished_without_running() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1)
     versions = by_version(o0=1, o1=2, o2=1)
     assert flaws(run.check(versions=versions)) == {Flaw.LOST, Flaw.ORDER}, "it has to be declared"
     assert run.check(versions=versions, stale={(0, 2)}).ok
 
 
-def test_a_stale_version_that_ran_all_the_same_is_found() -> None:
+def test_stale_message_that_ran_is_found() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1).ran(2)
     versions = by_version(o0=1, o1=2, o2=1)
     assert flaws(run.check(versions=versions)) == {Flaw.ORDER}, "it undid what was newer"
     assert Flaw.STALE in flaws(run.check(versions=versions, stale={(0, 2)}))
 
 
-def test_a_version_is_not_stale_when_nothing_as_new_is_finished() -> None:
+def test_version_is_stale_only_after_one_as_high() -> None:
     run = Run().send(A, 0, 1, 2).ran(0).ran(1)
     verdict = run.check(versions=by_version(o0=1, o1=2, o2=3), stale={(0, 2)})
     assert flaws(verdict) == {Flaw.STALE}
-    assert "version 3 was passed over as stale, and nothing as new is finished" in str(verdict)
+    assert "version 3 was counted as stale, but no version as high is finished" in str(verdict)
     assert flaws(run.check(versions=by_version(o0=1, o1=2), stale={(0, 2)})) == {Flaw.STALE}
 
 
-def test_what_is_newer_in_another_lane_makes_nothing_stale() -> None:
+def test_newer_version_of_another_lane_makes_nothing_stale() -> None:
     run = Run().send(A, 0, 1).send(B, 2, 3).ran(0).ran(2).ran(3)
     versions = by_version(o0=1, o1=2, o2=1, o3=9)
     assert flaws(run.check(versions=versions, stale={(0, 1)})) == {Flaw.STALE}
 
 
-def test_overlap_is_found_in_lanes_with_versions_too() -> None:
+def test_overlap_is_found_in_lanes_with_versions() -> None:
     run = Run().send(A, 0, 1).start(1).start(0).end(1).end(0)
     assert Flaw.OVERLAP in flaws(run.check(versions=by_version(o0=2, o1=1)))
 
@@ -626,12 +626,12 @@ def test_a_replay_of_versions_by_a_new_owner_is_counted() -> None:
     assert flaws(back.check(versions=versions, allow_repeats=1)) == {Flaw.ORDER}
 
 
-def test_messages_without_a_version_are_held_to_no_order_but_may_not_be_lost() -> None:
+def test_messages_without_a_version_have_no_order_but_count() -> None:
     run = Run().send(A, 0, 1, 2, 3).ran(1).ran(0).ran(2)
     assert {v.flaw for v in run.check(versions=by_version(o0=1, o2=2)).violations} == {Flaw.LOST}
 
 
-def test_a_violation_prints_nothing_a_terminal_obeys() -> None:
+def test_violation_prints_no_control_characters() -> None:
     bad = "\x1b[2J\u202e\n2026-01-01 forged"
     event = HistoryEvent(
         seq=1, at=1.0, kind=EventKind.START, key=A, partition=0, offset=1, attempt=1, owner=bad, outcome=bad
@@ -644,20 +644,20 @@ def test_a_violation_prints_nothing_a_terminal_obeys() -> None:
 # Dead letters that were redriven.
 
 
-def test_a_redriven_letter_may_run_after_its_lane_went_on() -> None:
+def test_redriven_letter_may_run_after_later_messages() -> None:
     run = Run().send(A, 0, 1, 2)
     run.ran(0, "dead").ran(1).ran(2).ran(0)
     assert run.check(redriven=[(0, 0)], finished=[(0, 0)]).ok
     assert Flaw.ORDER in flaws(run.check(finished=[(0, 0)]))
 
 
-def test_a_redriven_letter_never_runs_before_older_ones() -> None:
+def test_redriven_letter_before_an_older_message_is_found() -> None:
     run = Run().send(A, 0, 1, 2)
     run.ran(1).ran(0).ran(2)
     assert Flaw.ORDER in flaws(run.check(redriven=[(0, 1)], finished=[(0, 1)]))
 
 
-def test_nothing_runs_again_behind_a_redriven_letter() -> None:
+def test_repeat_after_a_redriven_letter_is_out_of_order() -> None:
     run = Run().send(A, 0, 1, 2)
     run.ran(0, owner="p1").ran(1, "dead", owner="p1")
     run.ran(1, owner="p2").ran(0, owner="p2").ran(2, owner="p2")
@@ -665,7 +665,7 @@ def test_nothing_runs_again_behind_a_redriven_letter() -> None:
     assert flaws(verdict) == {Flaw.ORDER}
 
 
-def test_a_late_result_comes_after_all_in_front_of_it() -> None:
+def test_late_result_comes_after_all_earlier_ones() -> None:
     sent = [(A, 0), (A, 1), (A, 2), (A, 3)]
     assert check_results(sent, [(A, 0), (A, 2), (A, 1), (A, 3)], late=[1]).ok
     assert flaws_of_results(sent, [(A, 0), (A, 2), (A, 1), (A, 3)]) == {Flaw.ORDER}

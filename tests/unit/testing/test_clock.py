@@ -29,7 +29,7 @@ def test_a_year_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("start", [0.0, YEAR, 1.7e9, 1e14])
-def test_timers_fire_however_late_it_is(start: float) -> None:
+def test_timers_fire_at_any_clock_time(start: float) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         fired = asyncio.Event()
@@ -41,7 +41,7 @@ def test_timers_fire_however_late_it_is(start: float) -> None:
     run_virtual(main(), start=start)
 
 
-def test_the_clock_shows_first_what_it_was_given() -> None:
+def test_clock_begins_with_the_given_time() -> None:
     async def main() -> tuple[float, float]:
         before = now()
         await asyncio.sleep(0.5)
@@ -52,7 +52,7 @@ def test_the_clock_shows_first_what_it_was_given() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
 @settings(max_examples=40, deadline=None)
-def test_sleepers_wake_in_the_order_of_their_times_and_at_them(delays: list[float]) -> None:
+def test_sleepers_wake_in_order_and_on_time(delays: list[float]) -> None:
     async def main() -> list[tuple[float, float]]:
         woken: list[tuple[float, float]] = []
 
@@ -69,7 +69,7 @@ def test_sleepers_wake_in_the_order_of_their_times_and_at_them(delays: list[floa
         assert at == pytest.approx(delay, abs=1e-8)
 
 
-def test_time_stands_still_while_something_is_ready() -> None:
+def test_clock_does_not_move_while_a_callback_is_ready() -> None:
     async def main() -> float:
         asyncio.get_running_loop().call_later(1.0, lambda: None)
         for _ in range(1000):
@@ -89,7 +89,7 @@ def test_a_timeout_ends_what_takes_longer() -> None:
     assert run_virtual(main()) == 30.0
 
 
-def test_a_thread_is_waited_for_and_no_timer_fires_before_it_is_done() -> None:
+def test_no_timer_fires_while_a_thread_runs() -> None:
     """The clock must not jump to the timer, however long the thread takes."""
 
     async def main() -> list[str]:
@@ -109,7 +109,7 @@ def test_a_thread_is_waited_for_and_no_timer_fires_before_it_is_done() -> None:
     assert run_virtual(main()) == ["thread", "0", "timer"]
 
 
-def test_many_threads_of_an_executor_of_ones_own() -> None:
+def test_clock_waits_for_threads_of_another_executor() -> None:
     async def main() -> tuple[list[int], float]:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(4) as pool:
@@ -119,7 +119,7 @@ def test_many_threads_of_an_executor_of_ones_own() -> None:
     assert run_virtual(main()) == (list(range(200)), 0.0)
 
 
-def test_what_a_thread_raises_comes_back() -> None:
+def test_exception_of_a_thread_is_raised() -> None:
     async def main() -> None:
         await asyncio.to_thread(int, "no number")
 
@@ -127,7 +127,7 @@ def test_what_a_thread_raises_comes_back() -> None:
         run_virtual(main())
 
 
-def test_a_thread_whose_waiter_is_gone_still_holds_the_clock() -> None:
+def test_clock_waits_for_a_thread_without_a_waiter() -> None:
     async def main() -> bool:
         over = threading.Event()
         started = threading.Event()
@@ -147,7 +147,7 @@ def test_a_thread_whose_waiter_is_gone_still_holds_the_clock() -> None:
     assert run_virtual(main())
 
 
-def test_threads_at_the_end_of_the_run_are_waited_for() -> None:
+def test_run_waits_for_threads_at_its_end() -> None:
     over = threading.Event()
 
     async def main() -> None:
@@ -170,19 +170,19 @@ async def calls_forever() -> None:
     await forever()
 
 
-def test_a_deadlock_raises_and_names_who_waits_and_where() -> None:
+def test_deadlock_error_names_the_waiting_coroutine() -> None:
     async def main() -> None:
         waiting = asyncio.create_task(calls_forever())
         await asyncio.sleep(7)
         await waiting
 
     with pytest.raises(
-        StuckError, match=r"at 7 virtual seconds nothing is left.*\bforever \(test_clock\.py:\d+"
+        StuckError, match=r"at 7 virtual seconds nothing can continue.*\bforever \(test_clock\.py:\d+"
     ):
         run_virtual(main())
 
 
-def test_a_deadlock_of_many_names_some() -> None:
+def test_deadlock_error_names_only_some_of_many_tasks() -> None:
     async def main() -> None:
         await asyncio.gather(*(forever() for _ in range(30)))
 
@@ -190,7 +190,7 @@ def test_a_deadlock_of_many_names_some() -> None:
         run_virtual(main())
 
 
-def test_a_thread_that_the_loop_knows_nothing_of_may_still_wake_it() -> None:
+def test_foreign_thread_may_wake_the_loop() -> None:
     async def main() -> str:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[str] = loop.create_future()
@@ -208,16 +208,16 @@ def test_a_thread_that_the_loop_knows_nothing_of_may_still_wake_it() -> None:
     assert run_virtual(main()) == "woken"
 
 
-def test_a_run_that_never_ends_passes_its_limit() -> None:
+def test_endless_run_is_stopped_at_its_limit() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110 - nothing to wait for is what it is about
             await asyncio.sleep(1)
 
-    with pytest.raises(StuckError, match=r"at 101 virtual seconds the limit of 100 is passed"):
+    with pytest.raises(StuckError, match=r"at 101 virtual seconds the limit of 100 seconds has passed"):
         run_virtual(main(), limit=100)
 
 
-def test_what_is_cancelled_when_a_run_gives_up_may_clean_up_in_its_time() -> None:
+def test_cancelled_task_may_sleep_while_it_cleans_up() -> None:
     cleaned: list[float] = []
 
     async def main() -> None:
@@ -232,7 +232,7 @@ def test_what_is_cancelled_when_a_run_gives_up_may_clean_up_in_its_time() -> Non
     assert cleaned == [5.0]
 
 
-def test_it_is_an_event_loop_like_any_other() -> None:
+def test_virtual_loop_runs_callbacks_and_stops() -> None:
     loop = VirtualLoop()
     try:
         seen: list[str] = []

@@ -52,13 +52,13 @@ def values(result: RunResult, key: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("module", [keylane.testing.harness, keylane.testing.clock, keylane.testing.log])
-def test_the_examples_in_the_docstrings_run(module: ModuleType) -> None:
+def test_examples_in_the_docstrings_run(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0
     assert found.failed == 0
 
 
-def test_results_are_in_the_sink_with_key_headers_and_an_event_id() -> None:
+def test_results_have_key_headers_and_an_event_id() -> None:
     run = Harness(echo(), partitions=3)
     run.send(key=b"a", value=b"1", headers=[("x", b"y"), ("x", None)])
     run.send(key=b"a", value=b"2", headers=[("event-id", b"e-2")])
@@ -72,7 +72,7 @@ def test_results_are_in_the_sink_with_key_headers_and_an_event_id() -> None:
     result.verdict.raise_if_bad()
 
 
-def test_virtual_seconds_pass_and_real_ones_do_not() -> None:
+def test_run_takes_virtual_time_and_no_real_time() -> None:
     run = Harness(echo(delay=600), latency=0.5)
     send(run, keys=3, each=4)
     began = time.monotonic()
@@ -81,7 +81,7 @@ def test_virtual_seconds_pass_and_real_ones_do_not() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_messages_arrive_at_their_second_whenever_they_were_sent() -> None:
+def test_messages_arrive_at_their_time_in_any_order_of_calls() -> None:
     run = Harness(echo(delay=0.0))
     run.send(key=b"a", value=b"late", at=20.0)
     run.send(key=b"a", value=b"early", at=10.0)
@@ -92,7 +92,7 @@ def test_messages_arrive_at_their_second_whenever_they_were_sent() -> None:
     assert starts == pytest.approx([10.0, 10.0, 20.0])
 
 
-def test_a_message_carries_the_second_of_its_arrival() -> None:
+def test_message_has_the_timestamp_of_its_arrival() -> None:
     app = App("app", source="in", sink="out")
 
     @app.stage
@@ -104,7 +104,7 @@ def test_a_message_carries_the_second_of_its_arrival() -> None:
     assert run.run().results[0].value == b"1500"
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+def test_run_depends_only_on_the_seed() -> None:
     def go(seed: int) -> RunResult:
         app = App("app", source="in", sink="out")
 
@@ -123,7 +123,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     assert go(1).history != go(2).history
 
 
-def test_dead_letters_say_why() -> None:
+def test_dead_letter_has_the_cause_of_the_failure() -> None:
     app = App("app", source="in", sink="out")
 
     @app.stage
@@ -147,7 +147,7 @@ def test_dead_letters_say_why() -> None:
     result.verdict.raise_if_bad()
 
 
-def test_an_observer_of_the_apps_own_is_still_told() -> None:
+def test_observer_of_the_app_is_called() -> None:
     class Watcher:
         def __init__(self) -> None:
             self.seen: list[str] = []
@@ -167,7 +167,7 @@ def test_an_observer_of_the_apps_own_is_still_told() -> None:
     assert app.spec.observer is watcher
 
 
-def test_acknowledgements_come_in_order_in_a_partition_and_in_any_order_otherwise() -> None:
+def test_acknowledgements_are_in_order_in_a_partition() -> None:
     run = Harness(echo(delay=0.0), partitions=4, latency=(0.0, 10.0), seed=3)
     send(run, keys=16, each=5)
     result = run.run()
@@ -179,7 +179,7 @@ def test_acknowledgements_come_in_order_in_a_partition_and_in_any_order_otherwis
     result.verdict.raise_if_bad()
 
 
-def test_a_pause_of_the_sink_holds_back_what_is_done_and_not_what_runs() -> None:
+def test_pause_of_the_sink_delays_only_acknowledgements() -> None:
     run = Harness(echo(delay=1.0), faults=[Pause(at=0.5, for_=100.0)])
     send(run, keys=1, each=3)
     result = run.run()
@@ -188,7 +188,7 @@ def test_a_pause_of_the_sink_holds_back_what_is_done_and_not_what_runs() -> None
     assert result.elapsed == pytest.approx(100.5, abs=0.01)
 
 
-def test_a_full_partition_waits_until_something_is_done() -> None:
+def test_full_partition_waits_for_a_finished_message() -> None:
     run = Harness(echo(delay=1.0, max_buffered=2), partitions=1, latency=5.0)
     send(run, keys=6, each=1)
     result = run.run()
@@ -210,14 +210,14 @@ def crashing(faults: list[Fault], seed: int = 0, **settings: Any) -> RunResult:
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0, 2.001, 4.2, 7.99, 8.3])
-def test_a_crash_loses_nothing_and_repeats_only_what_was_not_committed(at: float) -> None:
+def test_crash_loses_nothing_and_repeats_only_uncommitted(at: float) -> None:
     result = crashing([Crash(at=at)])
     assert result.epochs == 2
     # At most what ran since the last commit, and the commits are 2 seconds apart: 5 lanes, 1 message a second.
     assert result.verdict.repeats <= 5 * 3
 
 
-def test_crash_after_crash_loses_nothing() -> None:
+def test_repeated_crashes_lose_nothing() -> None:
     result = crashing([Crash(at=0.7 * n) for n in range(1, 12)])
     assert result.epochs == 12
 
@@ -230,7 +230,7 @@ def test_a_drain_repeats_nothing() -> None:
     assert result.verdict.counts.owners == 4
 
 
-def test_a_drain_that_takes_too_long_leaves_the_rest_to_the_next_epoch() -> None:
+def test_slow_drain_leaves_messages_to_the_next_epoch() -> None:
     run = Harness(echo(delay=10.0, drain_timeout=3.0), faults=[Drain(at=5.0)])
     send(run, keys=1, each=2)
     result = run.run()
@@ -240,7 +240,7 @@ def test_a_drain_that_takes_too_long_leaves_the_rest_to_the_next_epoch() -> None
     result.verdict.raise_if_bad()
 
 
-def test_a_crash_may_leave_results_that_nobody_was_told_of() -> None:
+def test_crash_may_leave_unacknowledged_results() -> None:
     """Acknowledgements take longer than the crash lets them: what was written all the same comes twice."""
     counts = set()
     for seed in range(6):
@@ -263,7 +263,7 @@ def test_faults_after_the_end_do_nothing() -> None:
     assert result.elapsed == pytest.approx(2.001, abs=0.01)
 
 
-def test_more_can_be_sent_after_a_run_and_nothing_is_done_again() -> None:
+def test_second_run_processes_only_new_messages() -> None:
     run = Harness(echo())
     send(run, keys=1, each=2)
     first = run.run()
@@ -275,7 +275,7 @@ def test_more_can_be_sent_after_a_run_and_nothing_is_done_again() -> None:
     second.verdict.raise_if_bad()
 
 
-def test_nothing_sent_is_done_at_once() -> None:
+def test_run_without_messages_ends_at_once() -> None:
     result = Harness(echo()).run()
     assert (result.results, result.dead, len(result.history)) == ([], [], 0)
     assert not result.verdict.ok, "and proves nothing"
@@ -292,7 +292,7 @@ def test_an_app_that_cannot_run_is_refused() -> None:
         Harness(App("app", source="in"))
 
 
-def test_a_stage_that_waits_for_ever_is_named() -> None:
+def test_error_names_a_stage_that_waits_forever() -> None:
     app = App("app", source="in")
 
     @app.stage
@@ -301,11 +301,11 @@ def test_a_stage_that_waits_for_ever_is_named() -> None:
 
     run = Harness(app)
     run.send(key=b"a", value=b"1")
-    with pytest.raises(StuckError, match=r"nothing is left that could go on.*hang \(test_harness.py:\d+\)"):
+    with pytest.raises(StuckError, match=r"nothing can continue.*hang \(test_harness.py:\d+\)"):
         run.run()
 
 
-def test_a_stage_that_polls_for_ever_passes_the_limit() -> None:
+def test_stage_that_polls_forever_is_stopped_at_the_limit() -> None:
     app = App("app", source="in")
 
     @app.stage
@@ -315,7 +315,7 @@ def test_a_stage_that_polls_for_ever_passes_the_limit() -> None:
 
     run = Harness(app, limit=3600)
     run.send(key=b"a", value=b"1", at=1000.0)
-    with pytest.raises(StuckError, match="the limit of 4600 is passed"):
+    with pytest.raises(StuckError, match="the limit of 4600 seconds has passed"):
         run.run()
 
 
@@ -372,7 +372,7 @@ def test_messages_behind_a_blocked_lane_wait(order: Any, waiting: int | None) ->
     assert waiting is None or len(result.waiting) == waiting
 
 
-def test_waiting_excuses_no_other_message() -> None:
+def test_waiting_excuses_only_the_named_messages() -> None:
     app = App("shop", source="in", on_failure="park")
 
     @app.stage
@@ -389,7 +389,7 @@ def test_waiting_excuses_no_other_message() -> None:
     assert [(one.partition, one.offset) for one in verdict.lost] == [(0, 6)]
 
 
-def test_send_takes_what_a_publisher_takes() -> None:
+def test_send_accepts_the_values_of_a_publisher() -> None:
     app = App("shop", source="in", sink="out", decode="json")
 
     @app.stage

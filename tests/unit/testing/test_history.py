@@ -31,7 +31,7 @@ def outcomes(folder: Path) -> list[tuple[EventKind, int, str | None]]:
     return [(event.kind, event.offset, event.outcome) for event in read_history(folder)]
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_events_are_read_back(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     writer.start(Msg(key=b"\x00 \n\xff", partition=3, offset=2**40, attempt=7))
     writer.end(Msg(key=b"\x00 \n\xff", partition=3, offset=2**40, attempt=7), "gave up, for now")
@@ -51,14 +51,14 @@ def test_every_key_survives(tmp_path: Path, key: bytes | None) -> None:
     assert read_history(tmp_path).events[0].key == key
 
 
-def test_an_attempt_records_its_start_before_and_its_end_after_the_body(tmp_path: Path) -> None:
+def test_attempt_is_recorded_around_its_body(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     with writer.attempt(Msg(offset=1)):
         assert outcomes(tmp_path) == [(EventKind.START, 1, None)]
     assert outcomes(tmp_path) == [(EventKind.START, 1, None), (EventKind.END, 1, "ok")]
 
 
-def test_an_exception_is_recorded_as_failed_and_goes_on(tmp_path: Path) -> None:
+def test_exception_is_recorded_as_failed_and_raised(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     with pytest.raises(KeyError), writer.attempt(Msg()):
         raise KeyError
@@ -103,7 +103,7 @@ def test_an_outcome_is_one_line(tmp_path: Path, outcome: str) -> None:
         HistoryWriter(tmp_path).end(Msg(), outcome)
 
 
-def test_a_pickled_writer_opens_a_file_of_its_own(tmp_path: Path) -> None:
+def test_pickled_writer_opens_its_own_file(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path, owner="task 3/1")
     writer.start(Msg())
     copy = pickle.loads(pickle.dumps(writer))  # noqa: S301 - our own
@@ -112,7 +112,7 @@ def test_a_pickled_writer_opens_a_file_of_its_own(tmp_path: Path) -> None:
     assert {event.owner for event in read_history(tmp_path)} == {f"task 3/1@{os.getpid()}"}
 
 
-def test_a_closed_writer_goes_on_in_a_new_file(tmp_path: Path) -> None:
+def test_closed_writer_continues_in_a_new_file(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     writer.start(Msg())
     writer.close()
@@ -153,7 +153,7 @@ CHILD = textwrap.dedent(
 )
 
 
-def test_what_was_written_before_kill_9_survives(tmp_path: Path) -> None:
+def test_events_written_before_a_kill_survive(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL
     history = read_history(tmp_path)
@@ -179,7 +179,7 @@ def test_a_forked_process_is_another_owner(tmp_path: Path) -> None:
     assert owners[0] == owners[1] != owners[2]
 
 
-def test_processes_are_merged_in_the_order_of_the_clock_they_share(tmp_path: Path) -> None:
+def test_files_are_merged_in_the_order_of_the_shared_clock(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     writer.start(Msg(offset=5))
     subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=False)
@@ -205,7 +205,7 @@ def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["", "s 1 2", "q 1 0 0 1 x", "s 1 0 0 1 k", "s 1 0 0 1 x00 ok", "e 1 0 0 1 x00", "s a 0 0 1 -"]
 )
-def test_a_line_that_is_no_event_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
+def test_error_names_a_line_that_is_not_an_event(tmp_path: Path, line: str) -> None:
     writer = HistoryWriter(tmp_path)
     writer.start(Msg())
     (path,) = tmp_path.glob("*.history")
@@ -217,13 +217,13 @@ def test_a_line_that_is_no_event_is_an_error_that_names_it(tmp_path: Path, line:
 
 
 @pytest.mark.parametrize("head", ["hello", "{}", "[]", '{"format": 2, "owner": "a", "wall": 1}'])
-def test_a_file_that_is_no_history_is_an_error_that_names_it(tmp_path: Path, head: str) -> None:
+def test_error_names_a_file_that_is_not_a_history(tmp_path: Path, head: str) -> None:
     (tmp_path / "a.history").write_text(f"{head}\n")
     with pytest.raises(HistoryError, match=r"a\.history"):
         read_history(tmp_path)
 
 
-def test_a_missing_folder_is_an_error_and_an_empty_one_an_empty_history(tmp_path: Path) -> None:
+def test_missing_folder_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> None:
     assert len(read_history(tmp_path)) == 0
     with pytest.raises(HistoryError, match="does not exist"):
         read_history(tmp_path / "nowhere")

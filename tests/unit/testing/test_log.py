@@ -19,12 +19,12 @@ from keylane.testing import MemoryLog, murmur2, partition_of
         (b"abc", 479470107),
     ],
 )
-def test_murmur2_is_the_one_of_kafkas_own_tests(data: bytes, hashed: int) -> None:
+def test_murmur2_agrees_with_kafkas_tests(data: bytes, hashed: int) -> None:
     assert murmur2(data) == hashed
 
 
 @given(st.binary(max_size=40), st.integers(1, 100))
-def test_a_key_always_lies_in_one_partition_of_those_there_are(key: bytes, partitions: int) -> None:
+def test_key_is_always_in_the_same_partition(key: bytes, partitions: int) -> None:
     assert -(2**31) <= murmur2(key) < 2**31
     assert 0 <= partition_of(key, partitions) < partitions
     log = MemoryLog(partitions=partitions)
@@ -39,7 +39,7 @@ def test_offsets_count_up_in_each_partition() -> None:
     assert (log.end("t", 0), log.end("t", 1), log.end("other", 0)) == (3, 2, 0)
 
 
-def test_a_record_has_the_shape_that_a_message_is_made_of() -> None:
+def test_record_can_become_a_message() -> None:
     log = MemoryLog()
     record = log.append("t", key=b"k", value=b"v", headers=[("event-id", b"e"), ("x", None)], timestamp=5)
     msg = Message(record)
@@ -49,13 +49,13 @@ def test_a_record_has_the_shape_that_a_message_is_made_of() -> None:
     assert (bare.key, bare.value, bare.headers, bare.timestamp) == (None, None, [], None)
 
 
-def test_a_message_that_changes_its_headers_leaves_the_log_as_it_was() -> None:
+def test_changed_headers_of_a_message_do_not_change_the_log() -> None:
     record = MemoryLog().append("t", key=None, value=None, headers=[("a", b"1")])
     Message(record).headers.clear()
     assert Message(record).headers == [("a", b"1")]
 
 
-def test_a_hole_is_an_offset_that_nobody_has() -> None:
+def test_gap_leaves_offsets_without_records() -> None:
     log = MemoryLog()
     log.append("t", key=b"a", value=None)
     log.skip("t", 0, 3)
@@ -64,7 +64,7 @@ def test_a_hole_is_an_offset_that_nobody_has() -> None:
     assert [record.offset() for record in log.records("t", 0, start=1)] == [4]
 
 
-def test_topics_and_partitions_are_read_apart() -> None:
+def test_topics_and_partitions_are_read_separately() -> None:
     log = MemoryLog(partitions=2)
     second = log.append("t", key=None, value=b"1", partition=1)
     first = log.append("t", key=None, value=b"0", partition=0)
@@ -83,10 +83,10 @@ def test_a_partition_that_does_not_exist_is_refused(partition: int) -> None:
         lambda: log.records("t", partition),
         lambda: log.skip("t", partition),
     ):
-        with pytest.raises(ValueError, match="partitions 0 to 1"):
+        with pytest.raises(ValueError, match="partition must be 0 to 1 in topic"):
             use()
 
 
-def test_a_topic_has_a_partition() -> None:
-    with pytest.raises(ValueError, match="at least 1 partition"):
+def test_topic_has_at_least_one_partition() -> None:
+    with pytest.raises(ValueError, match="partitions must be at least 1, got 0"):
         MemoryLog(partitions=0)

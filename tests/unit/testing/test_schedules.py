@@ -28,7 +28,7 @@ ONE = os.environ.get("KEYLANE_SEED")
 
 
 @pytest.mark.parametrize("seed", SEEDS if ONE is None else [int(ONE)])
-def test_any_schedule_keeps_the_order_and_loses_nothing(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_schedule_keeps_order_and_loses_nothing(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL if ONE is None else logging.INFO, "keylane")
     schedules.run(seed)
 
