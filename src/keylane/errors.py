@@ -54,7 +54,14 @@ class ResourceError(KeylaneError):
 
 
 class FailureGuardError(KeylaneError):
-    """Most messages fail for good; the app stopped instead of emptying its topic into the dead letters."""
+    """Most messages fail for good; the app stopped instead of emptying its topic into the dead letters.
+
+    ``reason`` is the message without the remedy.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason} {remedy}".rstrip())
+        self.reason = reason
 
 
 class FencedError(KeylaneError):

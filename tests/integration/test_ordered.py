@@ -1,4 +1,4 @@
-"""Lanes over DataFrames: a backfill is the live run, row for row."""
+"""Ordered DataFrames: a backfill gives the same rows as the live run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def bank(name: str, history: Path, **settings: Any) -> App:
-    """By its number a message fails at first, every time, or never works at all; what it gives says who it was."""
+    """An app whose messages fail once, always or never, by their number; results name their message."""
     quick = Retry(attempts=3, wait_initial=0.001, wait_max=0.01)
     app = App(
         name,
@@ -40,7 +40,7 @@ def bank(name: str, history: Path, **settings: Any) -> App:
     async def look(msg: Message) -> dict[str, Any]:
         number = msg.value["number"]
         if number % 97 == 5:
-            raise Poison(f"number {number} makes no sense")
+            raise Poison(f"number {number} is invalid")
         if number % 11 == 3 and msg.attempt == 1:
             raise Transient("later")
         return {**msg.value, "looked": msg.attempt}
@@ -58,9 +58,9 @@ def bank(name: str, history: Path, **settings: Any) -> App:
 
 
 def load(count: int, keys: int) -> list[dict[str, Any]]:
-    """Some without a key, some without an event id, some that were sent twice."""
+    """Messages, some without a key, some without an event id, some sent twice."""
     messages: list[dict[str, Any]] = []
-    began = int(time.time() * 1000) - count  # older ones would be gone by the broker's retention before long
+    began = int(time.time() * 1000) - count  # the broker's retention would delete older messages
     for number in range(count):
         message: dict[str, Any] = {
             "key": None if number % 50 == 49 else b"k%d" % (number * 7 % keys),
@@ -80,7 +80,7 @@ WHAT = ("key", "partition", "offset", "event_id", "outcome", "attempts", "error"
 
 
 def rows_of(frame: DataFrame) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """By position; each once."""
+    """The rows by position, each exactly once."""
     found = {}
     for row in frame.select(*WHAT).toArrow().to_pylist():
         place = row["partition"], row["offset"]
@@ -122,7 +122,7 @@ def backfill_equals_live(
     outcomes = {row[WHAT.index("outcome")] for row in first.values()}
     assert outcomes == {"ok", "dead", "duplicate"}
 
-    # The results, by the position that each of them names.
+    # The results, by position.
     def by_position(values: list[bytes]) -> dict[str, bytes]:
         found = {json.loads(value)["position"]: bytes(value) for value in values}
         assert len(found) == len(values)
@@ -134,8 +134,8 @@ def backfill_equals_live(
     )
     assert made == written
 
-    # The dead letters, as they lie in their topic.
-    def told(letter: dict[str, Any]) -> tuple[Any, ...]:
+    # The dead letters in their topic.
+    def summary(letter: dict[str, Any]) -> tuple[Any, ...]:
         tried = [(failed["stage"], failed["attempt"], failed["error"]) for failed in letter["failures"]]
         return letter["stage"], letter["error"], letter["message"], int(letter["attempts"]), tried
 
@@ -143,14 +143,14 @@ def backfill_equals_live(
     for lying in log.read(f"{name}.dlq"):
         had = {known.removeprefix("keylane-"): (text or b"").decode() for known, text in lying.headers}
         letter = {**had, "failures": json.loads(had["failures"])}
-        letters[int(had["partition"]), int(had["offset"])] = told(letter)
+        letters[int(had["partition"]), int(had["offset"])] = summary(letter)
     kept = {}
     for row in rows.where("letter is not null").toArrow().to_pylist():
-        kept[row["partition"], row["offset"]] = told(json.loads(row["letter"]))
+        kept[row["partition"], row["offset"]] = summary(json.loads(row["letter"]))
     assert kept == letters
     assert len(kept) > count // 100
 
-    # And both ran in order, one at a time in every lane.
+    # Both ran in order, one message at a time in every lane.
     twice = {at for at, row in first.items() if row[WHAT.index("outcome")] == "duplicate"}
     ran = [message for message in sent if (message.partition, message.offset) not in twice]
     for history in ("live", "again"):
@@ -159,7 +159,7 @@ def backfill_equals_live(
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_backfill_equals_the_live_run(
+def test_backfill_equals_the_live_run(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     backfill_equals_live(4_000, 200, log, spark, broker, name, tmp_path)
@@ -167,7 +167,7 @@ def test_a_backfill_equals_the_live_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_backfill_of_200_000_messages_equals_the_live_run(
+def test_backfill_of_200_000_messages_equals_the_live_run(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     backfill_equals_live(200_000, 5_000, log, spark, broker, name, tmp_path)
@@ -187,7 +187,7 @@ def app() -> App:
 
 
 @pytest.mark.timeout(120)
-def test_any_table_runs_in_the_order_that_it_names(spark: SparkSession, app: App, tmp_path: Path) -> None:
+def test_table_runs_in_the_order_of_its_columns(spark: SparkSession, app: App, tmp_path: Path) -> None:
     adjust(app, observer=HistoryWriter(tmp_path / "history"))
     rows = [(f"customer-{i % 20}", f"{(i * 31) % 1_000:03d}", i) for i in range(1_000)]
     table = spark.createDataFrame(rows, "customer string, text string, row long")
@@ -198,7 +198,7 @@ def test_any_table_runs_in_the_order_that_it_names(spark: SparkSession, app: App
     assert {row["owner"].rpartition("/")[2] for row in got} == {"0", "1", "2"}
     expected = {(customer, text, row): text.upper().encode() for customer, text, row in rows}
     assert {(row["key"].decode(), row["text"], row["row"]): row["result"] for row in got} == expected
-    # By start, for nobody but the engine says in which order they ran.
+    # By start, because only the engine knows in which order they ran.
     starts: dict[bytes | None, list[int]] = {}
     for event in sorted(read_history(tmp_path / "history"), key=lambda event: event.seq):
         if event.outcome is None:
@@ -213,7 +213,7 @@ def test_any_table_runs_in_the_order_that_it_names(spark: SparkSession, app: App
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_runs_micro_batch_by_micro_batch(
+def test_stream_runs_micro_batch_by_micro_batch(
     spark: SparkSession, app: App, log: Log, name: str, tmp_path: Path
 ) -> None:
     register(spark)
@@ -244,7 +244,7 @@ def test_a_stream_runs_micro_batch_by_micro_batch(
     check(read_history(tmp_path / "history"), sent=sent).raise_if_bad()
 
 
-def test_what_cannot_work_is_told_before_anything_runs(
+def test_wrong_arguments_are_refused_before_anything_runs(
     spark: SparkSession, app: App, log: Log, name: str
 ) -> None:
     table = spark.createDataFrame(
@@ -258,22 +258,22 @@ def test_what_cannot_work_is_told_before_anything_runs(
         return str(caught.value)
 
     assert "did you mean 'at'" in complaint(order_by="att")
-    assert "the frame has no such column; there are: key, value" in complaint(key="customer")
+    assert "the frame has no such column; it has key, value" in complaint(key="customer")
     assert "name at least one column" in complaint(order_by=[])
     assert "named twice" in complaint(order_by=["at", "at"])
-    assert "does not say an order" in complaint(order_by="map")
-    assert "needs the name of a column" in complaint(order_by=[f.col("at")])
-    assert "it takes bytes or text, so make it that with cast('string')" in complaint(key="at")
+    assert "must be a number, a time, text or bytes, got a map" in complaint(order_by="map")
+    assert "order_by must be the name of a column" in complaint(order_by=[f.col("at")])
+    assert "must be bytes or text, got a bigint; convert it with cast('string')" in complaint(key="at")
     assert "to_json(struct(…))" in complaint(value="map")
-    assert "where a timestamp is needed" in complaint(timestamp="at")
+    assert "the column must be of type timestamp" in complaint(timestamp="at")
     assert "rename yours" in complaint(order_by="epoch")
-    assert "needs a whole number" in complaint(partitions=0)
-    assert "needs a DataFrame" in complaint(frame=[1])
+    assert "partitions must be a whole number" in complaint(partitions=0)
+    assert "df must be a DataFrame" in complaint(frame=[1])
     assert "must be an App" in complaint(app="shop")
     assert "has no stages" in complaint(app=App("empty", source="in"))
     wrong = table.withColumn("offset", f.lit("x")).withColumn("partition", f.lit(1))
-    assert "column 'offset' is a string; as the message's own it has to be a bigint" in complaint(frame=wrong)
-    assert "where a array" in complaint(frame=table.withColumn("headers", f.lit("x")))
+    assert "column 'offset' must be a bigint, got a string" in complaint(frame=wrong)
+    assert "the column must be of type array" in complaint(frame=table.withColumn("headers", f.lit("x")))
     stream = (
         spark.readStream.format("rate")
         .load()
@@ -283,13 +283,13 @@ def test_what_cannot_work_is_told_before_anything_runs(
     placed = stream.selectExpr("key", "value", "1 partition", "at offset")
     blocking = App("blocking", source="in", on_failure="block")
     blocking.stage(app.spec.stages[0].function)
-    assert "does not go with on_failure='block'" in complaint(frame=placed, order_by="offset", app=blocking)
+    assert "does not support on_failure='block'" in complaint(frame=placed, order_by="offset", app=blocking)
 
 
-def test_what_the_rows_themselves_get_wrong_ends_the_query(spark: SparkSession, app: App) -> None:
+def test_rows_with_undefined_order_end_the_query(spark: SparkSession, app: App) -> None:
     rows = [("a", "x", 1), ("b", "y", 1), ("a", "z", 1)]
     table = spark.createDataFrame(rows, "key string, value string, at long")
-    with pytest.raises(Exception, match="two rows of key b'a' have the same place in the order"):
+    with pytest.raises(Exception, match="two rows of key b'a' have the same order"):
         ordered(table, app=app, order_by="at").collect()
     nothing = spark.createDataFrame([("a", "x", None)], "key string, value string, at long")
     with pytest.raises(Exception, match="order_by='at' is null in some rows"):

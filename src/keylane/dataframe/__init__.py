@@ -1,1 +1,1 @@
-"""Lanes over any DataFrame: `ordered`."""
+"""Ordered processing of any DataFrame: ``ordered``."""

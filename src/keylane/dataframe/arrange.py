@@ -1,4 +1,4 @@
-"""A frame's way through lanes: its columns checked, its rows brought together by key and put into order."""
+"""Preparation of a DataFrame for lanes: check its columns, bring its rows together by key and sort them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
     from keylane.spec import AppSpec
 
-_BYTES = ("binary", "string")
-_SORTABLE = (t.NumericType, t.StringType, t.BinaryType, t.DateType, t.TimestampType, t.TimestampNTZType)
-_HEADERS = "array<struct<key:string,value:binary>>"
-_OWN = {"topic": "string", "partition": "int", "offset": "bigint"}
-"""Columns of ``keylane.topic`` that are the message's own when they are there."""
-LETTER = "letter STRING"
+_BYTES_TYPES = ("binary", "string")
+_SORTABLE_TYPES = (t.NumericType, t.StringType, t.BinaryType, t.DateType, t.TimestampType, t.TimestampNTZType)
+_HEADERS_TYPE = "array<struct<key:string,value:binary>>"
+_POSITION_TYPES = {"topic": "string", "partition": "int", "offset": "bigint"}
+"""Columns of ``keylane.topic`` that give a message its position."""
+_LETTER_DDL = "letter STRING"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The names that the user gave."""
+    """The column names that the user gave."""
 
     key: str
     value: str
@@ -52,22 +52,22 @@ class Columns:
 
 
 def run(df: DataFrame, app: AppSpec, named: Columns, partitions: int | None) -> DataFrame:
-    """See :func:`keylane.ordered`."""
+    """Implementation of :func:`keylane.ordered`."""
     if not isinstance(df, DataFrame):
-        raise SettingsError(f"ordered() needs a DataFrame, not a {type(df).__name__}")
+        raise SettingsError(f"ordered(): df must be a DataFrame, got a {type(df).__name__}")
     app.check()
     if not app.order.by_key or app.versions is not None:
         what = f"order={app.order!r}" if not app.order.by_key else "versions="
         raise SettingsError(
-            f"ordered() runs rows in the order of order_by inside a key; it takes no app with {what}"
+            f"ordered() runs the rows of a key in the order of order_by, so the app must not have {what}: leave it out"
         )
     if app.on_failure.blocks and app.on_failure not in POLICIES.values():
         raise SettingsError(
-            f"ordered() takes no on_failure={app.on_failure!r}: a policy of your own must not block here; "
-            "let it skip or park"
+            f"ordered(): a failure policy of your own must not block, got on_failure={app.on_failure!r}; let it skip "
+            "or park"
         )
     if partitions is not None and (type(partitions) is not int or partitions < 1):
-        raise SettingsError(f"ordered(partitions={partitions!r}): needs a whole number of at least 1")
+        raise SettingsError(f"ordered(): partitions must be a whole number of at least 1, got {partitions!r}")
     spark = df.sparkSession
     refuse_speculation(spark)
     use_this_python(spark)
@@ -76,11 +76,11 @@ def run(df: DataFrame, app: AppSpec, named: Columns, partitions: int | None) -> 
         _check_stream(app, named, plan)
     count = partitions or spark.sparkContext.defaultParallelism
     orders = [f"{ORDER}{number}" for number in range(len(named.order_by))]
-    # Rows without a key have no order: they go anywhere, and not all to the same task.
-    anywhere = f.when(f.col("key").isNull(), f.hash(*orders))
-    rows = df.select(*columns).repartition(count, f.col("key"), anywhere)
+    # Rows without a key have no order, so they are spread over all tasks.
+    spread = f.when(f.col("key").isNull(), f.hash(*orders))
+    rows = df.select(*columns).repartition(count, f.col("key"), spread)
     if not plan.stream:
-        # By the order first: so the rows of many keys come mixed, and their lanes run at once.
+        # By the order first, so that rows of many keys are mixed and their lanes run in parallel.
         rows = rows.sortWithinPartitions(*orders, "key")
     return map_in_arrow(rows, _function(pack(app), plan), ddl)
 
@@ -88,7 +88,7 @@ def run(df: DataFrame, app: AppSpec, named: Columns, partitions: int | None) -> 
 def map_in_arrow(
     df: DataFrame, function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]], ddl: str
 ) -> DataFrame:
-    """``df.mapInArrow(function, ddl)``, which asks for pandas although neither it nor the worker uses it."""
+    """``df.mapInArrow(function, ddl)`` without its needless requirement of pandas."""
     mapped = UserDefinedFunction(function, returnType=ddl, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
     classic: Any = df
     column: Any = mapped(*[df[name] for name in df.columns])
@@ -112,36 +112,38 @@ def _function(
 
 
 def _plan(df: DataFrame, app: AppSpec, named: Columns) -> tuple[FramePlan, list[Column], str]:
-    """What the tasks need to know, the columns as they need them, and the outcome's schema."""
+    """The plan for the tasks, the input columns in their types, and the schema of the outcomes."""
     kinds = {field.name: field.dataType for field in df.schema}
     if not named.order_by:
         raise SettingsError("ordered(order_by=…): name at least one column")
     for name in named.order_by:
-        _there(kinds, name, "order_by")
+        _check_exists(kinds, name, "order_by")
     if len(set(named.order_by)) < len(named.order_by):
-        raise SettingsError(f"ordered(order_by={list(named.order_by)!r}): a column is named twice")
+        raise SettingsError(
+            f"ordered(order_by={list(named.order_by)!r}): a column is named twice; name it once"
+        )
     columns = [
         _bytes(kinds, named.key, "key").alias("key"),
         _bytes(kinds, named.value, "value").alias("value"),
     ]
     for number, name in enumerate(named.order_by):
-        if not isinstance(kinds[name], _SORTABLE):
+        if not isinstance(kinds[name], _SORTABLE_TYPES):
             raise SettingsError(
-                f"ordered(order_by={name!r}): a {kinds[name].simpleString()} does not say an order; it takes numbers, "
-                "times, text or bytes"
+                f"ordered(order_by={name!r}): the column must be a number, a time, text or bytes, got a "
+                f"{kinds[name].simpleString()}"
             )
         columns.append(_column(name).alias(f"{ORDER}{number}"))
     position = "partition" in kinds and "offset" in kinds
-    own = [name for name in _OWN if name in kinds and position]
+    own = [name for name in _POSITION_TYPES if name in kinds and position]
     for name in own:
-        if kinds[name].simpleString() != _OWN[name]:
+        if kinds[name].simpleString() != _POSITION_TYPES[name]:
             raise SettingsError(
-                f"column {name!r} is a {kinds[name].simpleString()}; as the message's own it has to be a {_OWN[name]}. "
-                "Cast it, or rename it if it is something else"
+                f"column {name!r} must be a {_POSITION_TYPES[name]}, got a {kinds[name].simpleString()}; cast it, or "
+                "rename it if it is something else"
             )
         columns.append(_column(name).alias(name))
     timestamp = _optional(kinds, named.timestamp, "timestamp", "timestamp")
-    headers = _optional(kinds, named.headers, "headers", _HEADERS)
+    headers = _optional(kinds, named.headers, "headers", _HEADERS_TYPE)
     for column, shown in ((timestamp, "timestamp"), (headers, "headers")):
         if column is not None:
             columns.append(column.alias(shown))
@@ -165,16 +167,16 @@ def _plan(df: DataFrame, app: AppSpec, named: Columns) -> tuple[FramePlan, list[
 def _carried(
     kinds: dict[str, t.DataType], order_by: tuple[str, ...], *, position: bool
 ) -> tuple[tuple[int, ...], str]:
-    """The columns of the order that are not among the outcomes, and the schema with them."""
+    """The columns of ``order_by`` that the outcomes do not have, and the schema that includes them."""
     known = {*outcomes.SCHEMA.names, "letter"}
-    carried, ddl = [], [outcomes.DDL, LETTER]
+    carried, ddl = [], [outcomes.DDL, _LETTER_DDL]
     for number, name in enumerate(order_by):
         if position and name in ("partition", "offset"):
             continue
         if name.lower() in known:
             raise SettingsError(
-                f"ordered(order_by={name!r}): the outcomes have a column of this name, which is something else; "
-                f"rename yours: df.withColumnRenamed({name!r}, …)"
+                f"ordered(order_by={name!r}): the outcomes have another column of this name; rename yours: "
+                f"df.withColumnRenamed({name!r}, …)"
             )
         carried.append(number)
         quoted = name.replace("`", "``")
@@ -185,14 +187,14 @@ def _carried(
 def _check_stream(app: AppSpec, named: Columns, plan: FramePlan) -> None:
     if named.order_by != ("offset",) or not plan.position:
         raise SettingsError(
-            "ordered() over a stream needs order_by='offset' and the columns 'partition' and 'offset' of its source: "
-            "rows come micro-batch by micro-batch, and only the order of the source holds over them. For another order "
-            "read what is there as a table (spark.read)"
+            "ordered() over a stream needs order_by='offset' and the columns 'partition' and 'offset' of its source, "
+            "because only the order of the source holds across micro-batches. For another order read a table "
+            "(spark.read)"
         )
     if app.on_failure.stops:
         raise SettingsError(
-            f"ordered() over a stream does not go with on_failure={app.on_failure!r}: the next micro-batch would not "
-            "know which lanes stand still. Use on_failure='skip', or app.start(spark), which keeps lanes stopped"
+            f"ordered() over a stream does not support on_failure={app.on_failure!r}: a lane cannot stay stopped "
+            "across micro-batches. Use on_failure='skip', or app.start(spark), which keeps lanes stopped"
         )
 
 
@@ -201,35 +203,35 @@ def _column(name: str) -> Column:
     return f.col(f"`{quoted}`")
 
 
-def _there(kinds: dict[str, t.DataType], name: str, argument: str) -> None:
+def _check_exists(kinds: dict[str, t.DataType], name: str, argument: str) -> None:
     if not isinstance(name, str):
-        raise SettingsError(f"ordered({argument}={name!r}): needs the name of a column")
+        raise SettingsError(f"ordered(): {argument} must be the name of a column, got {name!r}")
     if name not in kinds:
         near = difflib.get_close_matches(name, kinds, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(kinds)}"
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(kinds)}"
         raise SettingsError(f"ordered({argument}={name!r}): the frame has no such column{hint}")
 
 
 def _bytes(kinds: dict[str, t.DataType], name: str, argument: str) -> Column:
-    _there(kinds, name, argument)
+    _check_exists(kinds, name, argument)
     kind = kinds[name].simpleString()
-    if kind not in _BYTES:
+    if kind not in _BYTES_TYPES:
         remedy = "to_json(struct(…))" if argument == "value" else "cast('string')"
         raise SettingsError(
-            f"ordered({argument}={name!r}): a {kind}; it takes bytes or text, so make it that with {remedy}"
+            f"ordered({argument}={name!r}): the column must be bytes or text, got a {kind}; convert it with {remedy}"
         )
     return _column(name).cast("binary")
 
 
 def _optional(kinds: dict[str, t.DataType], name: str | None, usual: str, kind: str) -> Column | None:
-    """The column that was named, or one of the usual name; None when there is neither."""
+    """The named column, or the column of the usual name; None when there is neither."""
     if name is None and usual not in kinds:
         return None
     found = usual if name is None else name
-    _there(kinds, found, usual)
+    _check_exists(kinds, found, usual)
     if kinds[found].simpleString() != kind:
         raise SettingsError(
-            f"ordered({usual}={found!r}): a {kinds[found].simpleString()}, where a {kind} is needed; rename the column "
-            "if it is something else"
+            f"ordered({usual}={found!r}): the column must be of type {kind}, got {kinds[found].simpleString()}; cast it, "
+            "or rename it if it is something else"
         )
     return _column(found)

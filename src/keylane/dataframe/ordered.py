@@ -1,4 +1,4 @@
-"""Lanes over a DataFrame: the app's stages on rows that lie somewhere, in order inside every key."""
+"""Ordered processing of a DataFrame: an app's stages over its rows, in order inside every key."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ def ordered(
     event_id: str | None = None,
     partitions: int | None = None,
 ) -> DataFrame:
-    """Run the app's stages over the rows of ``df``: those of one key strictly in ``order_by`` order, keys in parallel.
+    """Run the app's stages over the rows of ``df``: rows of one key in ``order_by`` order, keys in parallel.
 
-    The same engine as the live app's: stages, resources, retries, breakers, policies, event ids. Nothing is read from
-    or written to Kafka: ``app.source`` and ``app.sink`` are only names here. The rows that come back are the outcomes,
-    as of the live app, and two things more: ``letter``, why a message failed for good (JSON; what its dead letter would
-    say), and the columns of ``order_by`` that are not among the outcomes already. ``result`` is what the last stage
-    returned, for an app with a ``sink`` or with ``commit="epoch"``; others have none, as when they run live.
+    The engine is that of the live app: stages, resources, retries, breakers, policies, event ids. Nothing is read from
+    or written to Kafka; ``app.source`` and ``app.sink`` are only names here. The result has the outcomes of the live
+    app and two additions: ``letter``, a JSON text with why a message failed for good, and the columns of ``order_by``
+    that the outcomes do not have. ``result`` is what the last stage returned, for an app with a ``sink`` or with
+    ``commit="epoch"``; otherwise it is null, as in a live run.
 
-    ``key`` and ``value`` name columns of bytes or text; a row whose key is null has a lane of its own. Columns
-    ``partition`` and ``offset`` (both), ``topic``, ``timestamp`` and ``headers``, as ``keylane.topic`` has them, are
-    the message's own; ``headers=`` and ``timestamp=`` name others, ``event_id`` one that stands for the header
-    ``event-id``. Where there is neither a position nor an event id, the value of ``order_by`` is the event id: unique
-    in its key, and the same in every run.
+    **Columns.** ``key`` and ``value`` are bytes or text; a row without a key has a lane of its own. The columns
+    ``partition`` and ``offset`` (both), ``topic``, ``timestamp`` and ``headers`` are used if they exist, as in
+    ``keylane.topic``. ``headers=`` and ``timestamp=`` name other columns, and ``event_id=`` a column that replaces the
+    header ``event-id``. Without a position and an event id, the value of ``order_by`` is the event id: unique in its
+    key, and the same in every run.
 
-    ``order_by`` names one column or several. Two rows of a key that are equal in all of them are an error, and so is a
-    null: what comes first must be said.
+    **Order.** ``order_by`` names one or several columns. Two rows of a key with equal values are an error, and so is a
+    null, because their order would be undefined.
 
-    A row whose message failed for good is ``dead`` with ``on_failure="skip"``, and its lane goes on. With ``"block"``
-    and ``"block_and_dlq"`` it is ``blocked`` and what follows in its lane ``stopped``, with ``"park"`` all of them are
-    ``parked``: undone, in order, to be run again by another ``ordered`` over them.
+    **Failures.** With ``on_failure="skip"`` a message that failed for good is ``dead``, and its lane continues. With
+    ``"block"`` and ``"block_and_dlq"`` it is ``blocked`` and the rest of its lane ``stopped``; with ``"park"`` all of
+    them are ``parked``. These rows are not done: run them again with another ``ordered``.
 
-    ``partitions`` is how many Spark tasks share the keys; as many as Spark has slots. **Every action on the result runs
-    the app again**: write it somewhere once, and read it from there.
+    **Partitions.** ``partitions`` is the number of Spark tasks that share the keys, by default one per slot. **Every
+    action on the result runs the app again**: write it once, and read it from there.
 
-    A streaming ``df`` runs micro-batch by micro-batch, and needs ``order_by="offset"``, the order of its source: any
-    other would have to wait for rows that come late. A lane cannot stay stopped over micro-batches, so only
-    ``on_failure="skip"`` is taken; event ids are compared inside a micro-batch; a micro-batch is sorted in memory
+    **Streams.** A streaming ``df`` runs micro-batch by micro-batch and needs ``order_by="offset"``, the order of its
+    source; another order would have to wait for late rows. A lane cannot stay stopped across micro-batches, so
+    ``on_failure`` must be ``"skip"``. Event ids are compared within a micro-batch. A micro-batch is sorted in memory
     (``maxOffsetsPerTrigger`` bounds it).
 
-    Raises :class:`keylane.SettingsError` for what cannot work.
+    Raises :class:`keylane.SettingsError` for columns and settings that cannot work.
     """
     from keylane.dataframe.arrange import Columns, run  # noqa: PLC0415 - Spark is needed only from here on
 

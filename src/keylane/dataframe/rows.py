@@ -1,4 +1,4 @@
-"""Rows as messages, and outcomes as rows: the two ends of a frame that runs through lanes."""
+"""Conversion of DataFrame rows to messages, and of outcomes to rows."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from keylane.policies.failure_info import FailureInfo
 
 ORDER = "order_"
-"""With a number: the columns that say the order."""
+"""Prefix of the columns of ``order_by``, followed by their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FramePlan:
-    """What a frame's task needs to know of its columns. Made beside the driver, travels to the tasks.
+    """The columns of a frame, for its tasks. The driver makes it and sends it to them.
 
-    The columns are ``key``, ``value`` and ``order_0`` …, as bytes; the others are there or not.
+    The columns ``key``, ``value`` (bytes) and ``order_0`` … always exist; the flags say which others do.
     """
 
     source: str
-    """The topic's name when no column has it."""
+    """The topic's name, if no column has it."""
     order_by: tuple[str, ...]
-    """The names that the user knows."""
+    """The user's names of the columns ``order_0`` …"""
     carried: tuple[int, ...]
-    """Which of them the outcomes carry along."""
+    """The numbers of those that are added to the outcomes."""
     position: bool
     topic: bool
     timestamp: bool
     headers: bool
     event_id: bool
     stream: bool
-    """Its rows come unsorted."""
+    """A stream: Spark does not sort its rows."""
 
 
 class FrameRecord:
-    """A row, in the shape of a record of a log."""
+    """A row with the interface of a Kafka record."""
 
     __slots__ = ("_headers", "_key", "_offset", "_partition", "_time", "_topic", "_value", "order")
 
@@ -70,36 +70,36 @@ class FrameRecord:
         self.order = order
 
     def topic(self) -> str:
-        """Its column, or the app's source."""
+        """The row's topic, or else the app's source."""
         return self._topic
 
     def partition(self) -> int:
-        """Its column, or the Spark task's number."""
+        """The row's partition, or else the number of the Spark task."""
         return self._partition
 
     def offset(self) -> int:
-        """Its column, or the row's number in the task."""
+        """The row's offset, or else its number in the task."""
         return self._offset
 
     def key(self) -> bytes | None:
-        """The lane."""
+        """The key; None for a row with a lane of its own."""
         return self._key
 
     def value(self) -> bytes | None:
-        """As it is in the frame."""
+        """The value as bytes."""
         return self._value
 
     def headers(self) -> Headers | None:
-        """Its column's, and the event id."""
+        """The row's headers, with the event id if a column has it."""
         return self._headers
 
     def timestamp(self) -> tuple[int, int]:
-        """Kind and milliseconds."""
+        """Kind and milliseconds, as in the Kafka client."""
         return (0, -1) if self._time is None else (1, self._time)
 
 
 class FrameRows:
-    """The rows of one task, batch by batch in their order."""
+    """The rows of one Spark task, batch by batch and in order."""
 
     def __init__(self, plan: FramePlan, task: int) -> None:
         self._plan = plan
@@ -111,7 +111,7 @@ class FrameRows:
         self._number = 0
 
     def sort(self, batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-        """The rows in their order. Spark sorts a table by itself, and no stream."""
+        """Sort the rows of a micro-batch; Spark sorts tables only."""
         if not batches:
             return []
         by = [(name, "ascending") for name in (*self._orders, "key")]
@@ -119,7 +119,7 @@ class FrameRows:
         return found
 
     def records(self, batch: pa.RecordBatch) -> list[FrameRecord]:
-        """One for each row. Raises :class:`SettingsError` when the order is not said."""
+        """One record per row. Raises :class:`SettingsError` for rows whose order is undefined."""
         self._check(batch)
         plan, count = self._plan, batch.num_rows
         self._types = [batch.schema.field(name).type for name in self._orders]
@@ -129,7 +129,7 @@ class FrameRows:
         times = milliseconds(batch.column("timestamp")) if plan.timestamp else nothing
         ids = batch.column("event_id").to_pylist() if plan.event_id else nothing
         if not plan.event_id and not plan.position:
-            ids = [_text(order) for order in orders]
+            ids = [_event_id(order) for order in orders]
         headers = batch.column("headers").to_pylist() if plan.headers else nothing
         return [
             FrameRecord(key, value, place, time, headers_of(given, event_id), order)
@@ -154,8 +154,8 @@ class FrameRows:
         for name, shown in zip(self._orders, plan.order_by, strict=True):
             if batch.column(name).null_count:
                 raise SettingsError(
-                    f"order_by={shown!r} is null in some rows: they have no place in the order. Filter them out, or "
-                    "order by another column"
+                    f"order_by={shown!r} is null in some rows, so their order is undefined; filter them out, or order "
+                    "by another column"
                 )
         if plan.position:
             for name in ("partition", "offset"):
@@ -165,20 +165,20 @@ class FrameRows:
         self._check_ties(batch)
 
     def _check_topic(self, batch: pa.RecordBatch) -> None:
-        """Offsets of two topics would be mistaken for each other."""
+        """Refuse rows of several topics: their offsets are not comparable."""
         if not self._plan.topic:
             return
         found = {topic.as_py() for topic in pc.unique(batch.column("topic"))}
         found |= {self._topic} if self._topic is not None else set()
         if len(found) > 1 or None in found:
             raise SettingsError(
-                f"the frame has rows of several topics ({', '.join(sorted(map(str, found)))}), whose offsets do not "
-                "fit together: run them one by one, or drop the columns 'topic', 'partition' and 'offset'"
+                f"the frame has rows of several topics ({', '.join(sorted(map(str, found)))}), whose offsets are not "
+                "comparable: run them one by one, or drop the columns 'topic', 'partition' and 'offset'"
             )
         self._topic = found.pop()
 
     def _check_ties(self, batch: pa.RecordBatch) -> None:
-        """Rows are sorted by the order and then by the key: two of a key with the same order are neighbours."""
+        """Refuse two rows of a key with equal order. They are neighbours, because rows are sorted by order and key."""
         names = (*self._orders, "key")
         rows = pa.Table.from_batches([batch.select(names)])
         if self._last is not None:
@@ -188,7 +188,7 @@ class FrameRows:
             return
         before, after = rows.slice(0, rows.num_rows - 1), rows.slice(1)
         same = pc.equal(before["key"], after["key"])
-        if not self._plan.position:  # without a key, but with the same event id
+        if not self._plan.position:  # rows without a key would share an event id
             same = pc.or_kleene(same, pc.and_(pc.is_null(before["key"]), pc.is_null(after["key"])))
         for name in self._orders:
             same = pc.and_kleene(same, pc.equal(before[name], after[name]))
@@ -200,8 +200,8 @@ class FrameRows:
                 for name, column in zip(self._plan.order_by, self._orders, strict=True)
             )
             raise SettingsError(
-                f"two rows of key {row['key']!r} have the same place in the order ({shown}): which comes first is not "
-                "said. Add a column that decides: order_by=[…, '…']"
+                f"two rows of key {row['key']!r} have the same order ({shown}), so which comes first is undefined; add "
+                "a column that decides: order_by=[…, '…']"
             )
 
     def to_arrow(
@@ -214,7 +214,7 @@ class FrameRows:
         results: bool,
         blocks: bool,
     ) -> pa.RecordBatch:
-        """Outcome rows. ``letters`` are taken out of it; ``blocks``: what was set aside stands still instead."""
+        """Outcome rows. Removes their failures from ``letters``; ``blocks``: parked lanes are shown as blocked."""
         base = outcomes.to_arrow(deliveries, owner, epoch, results=results)
         found = [letters.pop((d.partition, d.offset), None) for d in deliveries]
         columns = {name: base.column(number) for number, name in enumerate(base.schema.names)}
@@ -230,34 +230,34 @@ class FrameRows:
 
 
 def _blocked(outcome: Outcome, letter: FailureInfo | None) -> str:
-    """The engine set aside what stands still: a table has no operator who could let it go on."""
+    """The outcome of a row in a lane that may have been blocked; the engine parked it instead."""
     if outcome not in (Outcome.PARKED, Outcome.DEAD):
         return outcome.value
     return "blocked" if letter is not None else "stopped"
 
 
 def milliseconds(column: pa.Array) -> list[int | None]:
-    """Times as a message has them."""
+    """Timestamps as milliseconds since 1970."""
     microseconds = column.cast(pa.timestamp("us", tz="UTC")).cast(pa.int64()).to_pylist()
     return [None if at is None else at // 1000 for at in microseconds]
 
 
 def headers_of(given: list[dict[str, Any]] | None, event_id: bytes | None) -> Headers | None:
-    """A row's headers as a message has them, and the event id that its column says."""
+    """A row's headers, with the event id of its column."""
     headers: Headers = [
         (header["key"], header["value"]) for header in given or () if header["key"] is not None
     ]
     if event_id is not None:
-        headers.append((EVENT_ID, event_id))  # the last of a name counts
+        headers.append((EVENT_ID, event_id))  # the last header of a name counts
     return headers or None
 
 
-def _text(order: tuple[Any, ...]) -> bytes:
-    """The place in the order as an event id: the same whoever writes it, whenever."""
-    return "|".join(map(_one, order)).encode()
+def _event_id(order: tuple[Any, ...]) -> bytes:
+    """The order values as an event id: the same in every run."""
+    return "|".join(map(_as_text, order)).encode()
 
 
-def _one(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, datetime | date):
         return value.isoformat()
     return value.hex() if isinstance(value, bytes) else str(value)

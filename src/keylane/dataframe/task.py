@@ -1,4 +1,4 @@
-"""One task of a frame: rows in, lanes, outcomes out, with the engine on a loop of its own."""
+"""One Spark task of an ordered DataFrame: rows in, outcomes out, with the engine on its own event loop."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.frame")
 
-_PART = 1_000
-"""Rows handed to the engine at once, at most."""
-_ROWS = 8_192
-"""Outcomes handed to Spark at once, about."""
+_ENGINE_BATCH_ROWS = 1_000
+"""The most rows that are handed to the engine at once."""
+_SPARK_BATCH_ROWS = 8_192
+"""The least outcomes that are handed to Spark at once, except at the end."""
 
 
 class FrameOutput:
-    """Where results and letters go when there is no Kafka: into the outcome's row. Used on the loop."""
+    """Output that keeps results and dead letters for the outcome rows. Used on the loop only."""
 
     def __init__(self) -> None:
         self.letters: dict[tuple[int, int], FailureInfo | None] = {}
-        """By partition and offset; taken out by who makes the rows."""
+        """By partition and offset; removed when the row is made."""
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """It is durable when Spark has its row."""
+        """Acknowledge at once: Spark makes the row durable."""
         delivery.value = value
         delivery.engine.acknowledge(delivery)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """A row has one result."""
+        """Take the one result that a row can have. Raises :class:`Poison` for several."""
         if len(values) > 1:
             raise Poison(
-                f"{len(values)} handlers returned a result; a frame has one row for a message, with one result: "
-                "let only one of the handlers of a type return something"
+                f"{len(values)} handlers returned a result, but an outcome row has one: let only one of the handlers "
+                "of an event type return something"
             )
         self.result(delivery, values[0][0])
 
@@ -68,25 +68,25 @@ class FrameOutput:
         self,
         delivery: Delivery,
         letter: FailureInfo | None,
-        kind: Literal["dead", "archived", "parked"],  # noqa: ARG002 - the outcome says so too
+        kind: Literal["dead", "archived", "parked"],  # noqa: ARG002 - the outcome has it, too
         park: int | None,  # noqa: ARG002
         then: Then,
     ) -> None:
-        """Kept until the row is made."""
+        """Keep the failure until the row is made."""
         if letter is not None:
             self.letters[delivery.partition, delivery.offset] = letter
         asyncio.get_running_loop().call_soon(then, None)
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:  # noqa: ARG002
-        """There is nobody who would ask for it later."""
+        """Drop the record: a DataFrame has no state to restore later."""
         asyncio.get_running_loop().call_soon(then, None)
 
 
 class FrameTask:
-    """Runs one task's rows. :meth:`run` is the whole life of it.
+    """Runs the rows of one Spark task; :meth:`run` is its whole life.
 
-    The thread that calls it reads rows and makes outcome rows; the loop's thread runs the lanes meanwhile. At most
-    ``app.capacity`` rows are between the two.
+    The calling thread reads rows and makes outcome rows while the loop's thread runs the lanes. At most
+    ``app.max_buffered`` rows are between the two.
     """
 
     def __init__(self, app: AppSpec, plan: FramePlan, *, task: int, epoch: int) -> None:
@@ -95,43 +95,43 @@ class FrameTask:
         if app.custom_sink is not None:  # results are rows
             app = replace(app, custom_sink=None, sink="results")
         self._app = app
-        if self._blocks:  # a lane that stands still lets go of what arrives, as a parked one does
+        if self._blocks:  # a stopped lane gives up its rows at once, as a parked one does
             self._app = replace(app, on_failure=PARK)
         self.owner = f"{socket.gethostname()}:{os.getpid()}/{task}"
         self._epoch = epoch
         self._rows = FrameRows(plan, task)
         self._output = FrameOutput()
         self._out: queue.SimpleQueue[list[Delivery] | BaseException | None] = queue.SimpleQueue()
-        self._done: list[Delivery] = []  # of the calling thread: on their way to Spark
-        self._held = 0  # of the calling thread: fed and not done
-        # Of the loop's thread, once it has begun.
+        self._done: list[Delivery] = []  # written by the calling thread: outcomes for Spark
+        self._in_flight = 0  # written by the calling thread: rows fed and not done
+        # Written by the loop's thread.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._feed: Callable[[Sequence[FrameRecord]], None] = lambda _records: None
         self._over: asyncio.Event | None = None
         self._abandoned: asyncio.Event | None = None
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Outcome rows of all rows. Raises what ended it before."""
+        """The outcomes of all rows. Raises the error that ended the lanes."""
         batches = (batch for batch in batches if batch.num_rows)
         if self._plan.stream:
             batches = iter(self._rows.sort(list(batches)))
         first = next(batches, None)
-        if first is None:  # no resource is opened for nothing
+        if first is None:  # without rows, no resource is opened
             return
         thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
         thread.start()
         try:
-            self._heard(self._out.get())  # it has begun, or could not
+            self._take(self._out.get())  # the loop runs, or its start failed
             for part, room in self._parts(first, batches):
                 records = self._rows.records(part)
-                while self._held and self._held + len(records) > room:
-                    self._heard(self._out.get())
-                    yield from self._ready(_ROWS)
-                self._held += len(records)
+                while self._in_flight and self._in_flight + len(records) > room:
+                    self._take(self._out.get())
+                    yield from self._ready(_SPARK_BATCH_ROWS)
+                self._in_flight += len(records)
                 self._on_loop(self._feed, records)
             self._on_loop(_set, self._over)
-            while self._heard(self._out.get()):
-                yield from self._ready(_ROWS)
+            while self._take(self._out.get()):
+                yield from self._ready(_SPARK_BATCH_ROWS)
             yield from self._ready(1)
         finally:
             self._on_loop(_set, self._abandoned)
@@ -140,31 +140,30 @@ class FrameTask:
     def _parts(
         self, first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Small parts of batches, and how many rows of their size may be held."""
+        """Small slices of the batches, each with the number of such rows that may be in flight."""
         capacity = self._app.max_buffered
         batch: pa.RecordBatch | None = first
         while batch is not None:
             size = max(1, batch.nbytes // batch.num_rows)
             room = max(2, min(capacity, BUFFERED_BYTES_MAX // size))
-            step = max(1, min(_PART, room // 2))
+            step = max(1, min(_ENGINE_BATCH_ROWS, room // 2))
             for at in range(0, batch.num_rows, step):
                 yield batch.slice(at, step), room
             batch = next(rest, None)
 
-    def _heard(self, got: list[Delivery] | BaseException | None) -> bool:
-        """What the loop has to say; whether more will come."""
+    def _take(self, got: list[Delivery] | BaseException | None) -> bool:
+        """Take what the loop sent; False when it has ended. Raises the error that ended it."""
         if isinstance(got, FailureGuardError):
-            why = str(got).partition(" Mend the cause")[0]
-            raise FailureGuardError(f"{why} Mend the cause, and run the frame again") from got
+            raise FailureGuardError(got.reason, "Fix the cause and run the frame again") from got
         if isinstance(got, BaseException):
             raise got
         if got:
-            self._held -= len(got)
+            self._in_flight -= len(got)
             self._done += got
         return got is not None
 
     def _ready(self, least: int) -> Iterator[pa.RecordBatch]:
-        """The outcomes that have come in, when they are enough to be worth a batch."""
+        """A batch of the outcomes so far, when there are at least ``least``."""
         if len(self._done) < least:
             return
         done, self._done = self._done, []
@@ -179,7 +178,7 @@ class FrameTask:
         )
 
     def _on_loop(self, what: Callable[..., None], *given: object) -> None:
-        """Do it there, unless it has ended: then it has said why."""
+        """Call it on the loop, unless the loop has ended."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(what, *given)

@@ -156,7 +156,7 @@ class FailureHandler:
             if why is not None:
                 ended(delivery, "held")
                 engine.table.stop(lane, engine.now())
-                engine.fail(FailureGuardError(_flooded(self._app, why, delivery, letter)))
+                engine.fail(_flooded(self._app, why, delivery, letter))
                 return
         log.warning(
             "%s: %s key=%r stage=%s attempts=%d: %s",
@@ -305,10 +305,10 @@ def _traceback(error: BaseException) -> str:
         return ""
 
 
-def _flooded(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) -> str:
-    return (
+def _flooded(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) -> FailureGuardError:
+    return FailureGuardError(
         f"app {app.name!r} stopped: {why}. That is an outage or a bug, not a few bad messages, so no more dead letters "
-        f"are written. The last: {delivery.position}, stage {letter.stage!r}: {delivery.error}. Mend the cause and "
-        f"start the app again: it goes on with this message; 'keylane dlq redrive {app.name} --all' runs the letters "
-        "again"
+        f"are written. The last: {delivery.position}, stage {letter.stage!r}: {delivery.error}.",
+        f"Mend the cause and start the app again: it goes on with this message; 'keylane dlq redrive {app.name} --all' "
+        "runs the letters again",
     )

@@ -318,9 +318,9 @@ class StoppedLanes:
             self._engine.fail(
                 FailureGuardError(
                     f"{stopped:,} lanes have stopped, which is all that one task keeps; the next one failed "
-                    f"at {delivery.position}: {letter.message[:BRIEF_CHARACTERS]}. Mend the cause; release or redrive "
-                    "lanes ('keylane lanes release APP --all', 'keylane dlq redrive APP --all'): that is carried out "
-                    "when the app starts. Then start it again"
+                    f"at {delivery.position}: {letter.message[:BRIEF_CHARACTERS]}.",
+                    "Mend the cause; release or redrive lanes ('keylane lanes release APP --all', 'keylane dlq redrive "
+                    "APP --all'): that is carried out when the app starts. Then start it again",
                 )
             )
             return None

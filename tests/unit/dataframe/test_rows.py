@@ -1,4 +1,4 @@
-"""Rows through lanes, without Spark: one task over record batches."""
+"""Ordered DataFrame rows without Spark: one task over record batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(app: App, batches: Iterable[pa.RecordBatch], **more: Any) -> list[dict[s
 
 
 def shop(name: str = "shop", **settings: Any) -> App:
-    """Values that end in ! never work, those that end in ? only the third time."""
+    """Values that end in ! never work; those that end in ? work at the third attempt."""
     app = App(name, source="in", **{"sink": "out", "retry": QUICK, "failure_guard": None, **settings})
 
     @app.stage
@@ -124,7 +124,7 @@ def test_sink_of_its_own_is_not_used_by_a_frame() -> None:
     assert [row["result"] for row in found] == [b"0", b"1", b"2"]
 
 
-def test_lanes_wait_at_the_same_time() -> None:
+def test_lanes_of_a_frame_wait_in_parallel() -> None:
     app = App("slow", source="in", sink="out")
 
     @app.stage
@@ -133,10 +133,10 @@ def test_lanes_wait_at_the_same_time() -> None:
 
     began = time.monotonic()
     assert len(run(app, [batch(numbered(1_000, 500))])) == 1_000
-    assert time.monotonic() - began < 2.5, "fifty seconds, one after another"
+    assert time.monotonic() - began < 2.5, "lanes did not run in parallel: one by one they need 50 seconds"
 
 
-def test_a_dead_row_says_why_and_its_lane_goes_on() -> None:
+def test_dead_row_has_its_failure_and_its_lane_continues() -> None:
     rows = numbered(20, 2)
     rows[4]["value"] = b"4!"
     found = run(shop(), [batch(rows)])
@@ -157,7 +157,7 @@ def test_a_dead_row_says_why_and_its_lane_goes_on() -> None:
     ("policy", "first", "rest"),
     [("block", "blocked", "stopped"), ("block_and_dlq", "blocked", "stopped"), ("park", "parked", "parked")],
 )
-def test_a_lane_that_stands_still_comes_out_undone_and_in_order(policy: Any, first: str, rest: str) -> None:
+def test_stopped_lane_is_returned_undone_and_in_order(policy: Any, first: str, rest: str) -> None:
     rows = numbered(2_000, 4)
     rows[8]["value"] = b"8!"
     ran: list[int] = []
@@ -177,14 +177,14 @@ def test_a_lane_that_stands_still_comes_out_undone_and_in_order(policy: Any, fir
     assert {row["outcome"] for key, rows in by_key(found).items() if key != b"k0" for row in rows} == {"ok"}
 
 
-def test_rows_without_a_key_wait_for_nobody() -> None:
+def test_rows_without_a_key_do_not_wait() -> None:
     rows = [{"key": None, "value": b"%d%s" % (i, b"!" if i == 3 else b""), "order_0": i} for i in range(10)]
     assert [row["outcome"] for row in run(shop(), [batch(rows)])].count("dead") == 1
     blocked = run(shop(on_failure="block"), [batch(rows)])
     assert sorted(row["outcome"] for row in blocked) == ["blocked", *["ok"] * 9]
 
 
-def test_a_row_has_the_position_time_and_headers_of_its_message() -> None:
+def test_message_has_the_position_time_and_headers_of_its_row() -> None:
     seen: list[Any] = []
     app = App("look", source="in", sink="out", retry=QUICK)
 
@@ -215,14 +215,14 @@ def test_a_row_has_the_position_time_and_headers_of_its_message() -> None:
     assert again["event_id"] == "e1"
 
 
-def test_without_a_position_the_order_is_the_event_id() -> None:
+def test_order_is_the_event_id_without_a_position() -> None:
     found = run(shop(), [batch(numbered(3, 1))])
     assert [(row["partition"], row["offset"], row["event_id"]) for row in found] == [
         (3, 0, "0"), (3, 1, "1"), (3, 2, "2"),
     ]  # fmt: skip
 
 
-def test_an_event_that_was_sent_twice_runs_once() -> None:
+def test_repeated_event_runs_once() -> None:
     rows = [{**row, "event_id": b"e%d" % (i % 5)} for i, row in enumerate(numbered(10, 1))]
     known = {"event_id": pa.binary()}
     assert [row["outcome"] for row in run(shop(), [batch(rows, **known)], event_id=True)] == [
@@ -234,11 +234,11 @@ def test_an_event_that_was_sent_twice_runs_once() -> None:
 
 def test_rows_with_equal_order_values_are_refused() -> None:
     twice = [{"key": b"a", "value": b"", "order_0": 7}, {"key": b"b", "value": b"", "order_0": 7}]
-    assert len(run(shop(), [batch(twice)])) == 2, "not of the same key"
-    told = r"two rows of key b'b' have the same place in the order \(at=7\).*Add a column that decides"
-    with pytest.raises(SettingsError, match=told):
+    assert len(run(shop(), [batch(twice)])) == 2, "rows of different keys may have equal order"
+    equal = r"two rows of key b'b' have the same order \(at=7\).*add a column that decides"
+    with pytest.raises(SettingsError, match=equal):
         run(shop(), [batch([*twice, twice[1]])])
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=equal):
         run(shop(), [batch(twice), batch(twice[1:])])
     keyless = [{"key": None, "value": b"", "order_0": 7}] * 2
     with pytest.raises(SettingsError, match="two rows of key None"):
@@ -248,7 +248,7 @@ def test_rows_with_equal_order_values_are_refused() -> None:
     assert len(run(shop(), [batch(placed, **types)], position=True)) == 2
 
 
-def test_a_row_without_a_place_is_refused_before_anything_runs() -> None:
+def test_null_order_is_refused_before_anything_runs() -> None:
     rows = [{"key": b"a", "value": b"", "order_0": None}, *numbered(5, 1)]
     with pytest.raises(SettingsError, match="order_by='at' is null in some rows"):
         run(shop(), [batch(rows)])
@@ -264,7 +264,7 @@ def test_offsets_of_two_topics_are_refused() -> None:
         run(shop(), [batch(rows, **types)], position=True, topic=True)
 
 
-def test_a_stream_is_sorted_here() -> None:
+def test_stream_rows_are_sorted_by_the_task() -> None:
     rows = numbered(100, 5)
     mixed = [rows[(i * 37) % 100] for i in range(100)]
     found = run(shop(), [batch(mixed[:30]), batch([]), batch(mixed[30:])], stream=True)
@@ -286,7 +286,7 @@ def test_no_rows_open_no_resource() -> None:
         run(app, [batch(numbered(1, 1))])
 
 
-def test_what_is_read_ahead_is_bounded() -> None:
+def test_read_ahead_is_bounded_by_max_buffered() -> None:
     pulled: list[int] = []
     done = threading.Event()
     app = App("slow", source="in", sink="out", max_buffered=50)
@@ -309,19 +309,19 @@ def test_what_is_read_ahead_is_bounded() -> None:
 
     threading.Timer(0.5, end).start()
     assert sum(b.num_rows for b in task.run(rows())) == 1_000
-    assert pulled.index(-1) <= 6, "fifty rows, and the batch that did not fit"
+    assert pulled.index(-1) <= 6, "read more than fifty rows and one batch ahead"
 
 
-def test_a_flood_ends_the_run_and_says_what_to_do() -> None:
+def test_failure_guard_ends_the_run_with_a_remedy() -> None:
     app = shop(failure_guard=FailureGuard())
     rows = [{**row, "value": b"!"} for row in numbered(1_000, 500)]
     with pytest.raises(
-        FailureGuardError, match=r"in a row|failed for good.*Mend the cause, and run the frame again"
+        FailureGuardError, match=r"(in a row|failed for good).*Fix the cause and run the frame again"
     ):
         run(app, [batch(rows)])
 
 
-def test_who_stops_reading_stops_the_lanes() -> None:
+def test_reader_that_stops_ends_the_lanes() -> None:
     pulled: list[int] = []
 
     def rows() -> Iterator[pa.RecordBatch]:
@@ -336,7 +336,7 @@ def test_who_stops_reading_stops_the_lanes() -> None:
     assert "keylane-loop" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_an_app_without_a_sink_has_no_results() -> None:
+def test_app_without_a_sink_has_no_results() -> None:
     app = App("effects", source="in")
 
     @app.stage
@@ -351,7 +351,7 @@ def test_an_app_without_a_sink_has_no_results() -> None:
     assert found["result"] == b"X"
 
 
-def test_a_batch_stage_runs_over_a_frame_in_order() -> None:
+def test_batch_stage_runs_over_a_frame_in_order() -> None:
     sizes: list[int] = []
     app = App("scores", source="in", sink="out", retry=QUICK)
 
