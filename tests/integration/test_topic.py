@@ -206,7 +206,7 @@ def test_a_topic_that_is_missing_is_an_error_that_says_what_there_is(
     topics: Topics, log: Log, name: str
 ) -> None:
     log.create(name, partitions=1)
-    with pytest.raises(BrokerError, match=f"topic '{name}x' does not exist.*there are: "):
+    with pytest.raises(BrokerError, match=f"topic '{name}x' does not exist.*existing topics: "):
         topics.table(subscribe=f"{name},{name}x")
     with pytest.raises(BrokerError, match=f"topic '{name}' has no partition 3, only 0 to 0"):
         topics.table(assign=json.dumps({name: [3]}))
@@ -286,7 +286,7 @@ def test_messages_that_go_between_plan_and_read_are_an_error_or_left_out(
 def test_a_log_that_is_shorter_than_planned_is_an_error_or_left_out(
     topics: Topics, log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keylane.kafka.offset_range.SHORT", 0.5)
+    monkeypatch.setattr("keylane.kafka.offset_range.SHORT_LOG_SECONDS", 0.5)
     log.create(name, partitions=1)
     log.send(name, numbered(20))
     beyond = [RangePartition(OffsetRange(name, 0, 10, 90)), RangePartition(OffsetRange(name, 0, 50, 90))]

@@ -1,1 +1,1 @@
-"""The Kafka edge: consumer, producer, topics and one task's run. Uses librdkafka through confluent-kafka."""
+"""The Kafka clients: settings, fetcher, transactional writer, queries. The only importer of ``confluent_kafka``."""

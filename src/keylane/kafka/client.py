@@ -1,4 +1,4 @@
-"""The types of the Kafka client that other packages use: only :mod:`keylane.kafka` imports ``confluent_kafka``."""
+"""Types of the Kafka client for other packages: only :mod:`keylane.kafka` imports ``confluent_kafka``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stretch of a partition, read once from its beginning to its end: how a topic becomes a table."""
+"""Offset ranges of partitions, and a reader that reads each from start to end."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.topic")
 
-ROWS = 8_192
-"""Messages handed out at once, at most."""
-BYTES = 16 * 1024 * 1024
-"""Bytes of keys and values handed out at once, about."""
-SILENCE = 120.0
-"""Seconds without a message, or a word of the client, after which reading is given up."""
-SHORT = 10.0
-"""Seconds after which a log that ends before the span is believed to be shorter than it was."""
-_POLL = 0.1
-_PART = 1_000
+BATCH_MESSAGES = 8_192
+"""Messages in one list of :meth:`RangeReader.read`, at most."""
+BATCH_BYTES = 16 * 1024 * 1024
+"""Bytes of keys and values in one list, about."""
+SILENCE_SECONDS = 120.0
+"""Reading fails after this time without progress."""
+SHORT_LOG_SECONDS = 10.0
+"""A log that ends before the range counts as truncated after this time."""
+_POLL_SECONDS = 0.1
+_POLL_MESSAGES = 1_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class OffsetRange:
-    """The offsets from ``start`` up to, not including, ``end``. Not every one of them need be a message."""
+    """The offsets from ``start`` up to, but not including, ``end``. Some of them may have no message."""
 
     topic: str
     partition: int
@@ -52,22 +52,22 @@ class OffsetRange:
         return f"{self.topic}/{self.partition} from offset {self.start} to {self.end}"
 
 
-def split(spans: Sequence[OffsetRange], parts: int) -> list[OffsetRange]:
-    """The same offsets in about so many spans, at least; long ones are cut, in proportion to their lengths."""
-    total = sum(map(len, spans))
+def split_ranges(ranges: Sequence[OffsetRange], parts: int) -> list[OffsetRange]:
+    """The same offsets in about ``parts`` ranges, at least one for each range. Long ranges get more pieces."""
+    total = sum(map(len, ranges))
     found: list[OffsetRange] = []
-    for span in spans:
-        pieces = min(max(1, round(len(span) * parts / total)), len(span)) if total else 1
-        cuts = [span.start + len(span) * piece // pieces for piece in range(pieces + 1)]
-        found += [OffsetRange(span.topic, span.partition, start, end) for start, end in pairwise(cuts)]
+    for each in ranges:
+        pieces = min(max(1, round(len(each) * parts / total)), len(each)) if total else 1
+        cuts = [each.start + len(each) * piece // pieces for piece in range(pieces + 1)]
+        found += [OffsetRange(each.topic, each.partition, start, end) for start, end in pairwise(cuts)]
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeReaderSettings:
-    """How spans are read. ``committed``: only messages of committed transactions, and those of none.
+    """How ranges are read. ``committed``: leave out messages of open and aborted transactions.
 
-    ``fail_on_loss``: whether messages that are no longer there are an error, or only a line in the log.
+    ``fail_on_loss``: whether missing messages are an error or only logged.
     """
 
     kafka: KafkaSettings
@@ -77,7 +77,7 @@ class RangeReaderSettings:
 
 
 class RangeReader:
-    """Reads spans one after another, each with :meth:`read`; not for several threads."""
+    """Reads ranges one after another. Used by one thread at a time."""
 
     def __init__(self, settings: RangeReaderSettings) -> None:
         self._settings = settings
@@ -85,155 +85,160 @@ class RangeReader:
             settings.group,
             **{
                 "isolation.level": "read_committed" if settings.committed else "read_uncommitted",
-                "auto.offset.reset": "error",  # nothing is skipped without a word
-                "fetch.wait.max.ms": 20,  # whoever reads to the end of a log asks for more than there is
+                "auto.offset.reset": "error",  # so that no missing message goes unnoticed
+                "fetch.wait.max.ms": 20,  # at the end of a log the broker waits this long for more
             },
         )
 
     def close(self) -> None:
-        """Let go of the client."""
+        """Close the consumer."""
         self._consumer.close()
 
-    def read(self, span: OffsetRange) -> Iterator[list[Any]]:
-        """The span's messages in their order, in lists of bounded size.
+    def read(self, wanted: OffsetRange) -> Iterator[list[Any]]:
+        """The range's messages in order, in lists of bounded size.
 
-        Raises :class:`DataLossError` when messages are gone, :class:`BrokerError` when the topic cannot be read.
+        Raises :class:`DataLossError` if messages are missing, :class:`BrokerError` if the topic cannot be read.
         """
-        if not len(span):
+        if not len(wanted):
             return
-        load_metadata(self._consumer, span.topic)
-        reading = _Reading(span, PartitionReader(self._consumer, span.topic))
+        load_metadata(self._consumer, wanted.topic)
+        reading = _Reading(wanted, PartitionReader(self._consumer, wanted.topic))
         reading.assign()
         try:
-            rows: list[Any] = []
+            batch: list[Any] = []
             size = 0
-            while reading.next < span.end:
-                messages = reading.reader.read(_POLL, _PART)
+            while reading.position < wanted.end:
+                messages = reading.reader.read(_POLL_SECONDS, _POLL_MESSAGES)
                 if not messages:
-                    self._silent(reading)
+                    self._check_silence(reading)
                     continue
-                found = self._sorted_out(reading, messages)
-                rows += found
+                found = self._in_range(reading, messages)
+                batch += found
                 size += sum(map(len, found))
-                reading.look()
-                if len(rows) >= ROWS or size >= BYTES:
-                    yield rows
-                    rows, size = [], 0
-            if rows:
-                yield rows
+                reading.note_progress()
+                if len(batch) >= BATCH_MESSAGES or size >= BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
+            if batch:
+                yield batch
         finally:
             self._consumer.unassign()
 
-    def _sorted_out(self, reading: _Reading, messages: list[Any]) -> list[Any]:
-        """The span's messages among what came, all of which is noted."""
-        end = reading.span.end
+    def _in_range(self, reading: _Reading, messages: list[Any]) -> list[Any]:
+        """The messages that are in the range. Updates the position, and handles the client's reports."""
+        end = reading.wanted.end
         last = messages[-1]
-        # Almost always there are nothing but messages of the span, and no look at each is needed.
-        if not any([message.error() for message in messages]) and last.offset() < end:  # noqa: C419 - faster
-            reading.next = last.offset() + 1
+        # Almost always all of them are messages of the range.
+        if not any([message.error() for message in messages]) and last.offset() < end:  # noqa: C419 - a list is faster
+            reading.position = last.offset() + 1
             return messages
         found = []
         for message in messages:
             if message.error() is not None:
-                self._heard(reading, message)
+                self._handle_report(reading, message)
                 continue
-            reading.next = message.offset() + 1
-            if reading.next > end:
+            reading.position = message.offset() + 1
+            if reading.position > end:
                 break
             found.append(message)
         return found
 
-    def _silent(self, reading: _Reading) -> None:
-        """Nothing came for a moment."""
-        now, span, reader = time.monotonic(), reading.span, reading.reader
-        if reading.next <= reading.short_at and now - reading.short_since > SHORT:
-            self._lost(f"{span.topic}/{span.partition} ends at offset {reading.short_at}, not at {span.end}")
-            reading.next = span.end
+    def _check_silence(self, reading: _Reading) -> None:
+        now, wanted, reader = time.monotonic(), reading.wanted, reading.reader
+        if reading.position <= reading.short_end and now - reading.short_since > SHORT_LOG_SECONDS:
+            self._report_loss(
+                f"{wanted.topic}/{wanted.partition} ends at offset {reading.short_end}, not at {wanted.end}"
+            )
+            reading.position = wanted.end
         else:
             reader.check_silence(
-                SILENCE,
-                f"{span} was not read to its end, only to offset {reading.next}",
+                SILENCE_SECONDS,
+                f"{wanted} was not read to its end, only to offset {reading.position}",
                 reader.errors.last or "is the broker there?",
             )
 
-    def _heard(self, reading: _Reading, message: Any) -> None:
-        """A report of an end, or of an offset out of range."""
+    def _handle_report(self, reading: _Reading, message: Any) -> None:
+        """An end of the partition, or an offset out of range."""
         if classify(message.error()) is ErrorKind.END:
-            reading.next = max(reading.next, message.offset())  # the last offsets may be no messages
-            if reading.next < reading.span.end:
-                reading.short_since, reading.short_at = time.monotonic(), message.offset()
+            reading.position = max(reading.position, message.offset())  # the last offsets may have no message
+            if reading.position < reading.wanted.end:
+                reading.short_since, reading.short_end = time.monotonic(), message.offset()
         else:
             self._out_of_range(reading)
 
     def _out_of_range(self, reading: _Reading) -> None:
-        """The log does not reach from where reading stands: it begins later, or ends before."""
-        span = reading.span
-        place = TopicPartition(span.topic, span.partition)
+        """The log does not contain the position: it begins later or ends earlier."""
+        wanted = reading.wanted
+        place = TopicPartition(wanted.topic, wanted.partition)
         try:
             begin, end = self._consumer.get_watermark_offsets(place, timeout=REQUEST_SECONDS)
         except KafkaException as error:
-            raise BrokerError(f"{span}: {error.args[0].str()}") from error
-        if reading.next < begin:
-            gone = min(begin, span.end)
-            self._lost(f"{span.topic}/{span.partition}: offsets {reading.next} to {gone - 1} are gone")
-            reading.next = gone
-        elif reading.next > end:
-            self._lost(f"{span.topic}/{span.partition} ends at offset {end}, before {reading.next}")
-            reading.next = span.end
-        if reading.next < span.end:
+            raise BrokerError(f"{wanted}: {error.args[0].str()}") from error
+        if reading.position < begin:
+            gone = min(begin, wanted.end)
+            self._report_loss(
+                f"{wanted.topic}/{wanted.partition}: offsets {reading.position} to {gone - 1} are gone"
+            )
+            reading.position = gone
+        elif reading.position > end:
+            self._report_loss(
+                f"{wanted.topic}/{wanted.partition} ends at offset {end}, before {reading.position}"
+            )
+            reading.position = wanted.end
+        if reading.position < wanted.end:
             reading.assign()
 
-    def _lost(self, what: str) -> None:
-        lost(what, fail=self._settings.fail_on_loss)
+    def _report_loss(self, what: str) -> None:
+        report_loss(what, fail=self._settings.fail_on_loss)
 
 
-_spare: dict[RangeReaderSettings, RangeReader] = {}
-"""At most one, that nobody uses: a process that is used again need not connect again."""
+_idle: dict[RangeReaderSettings, RangeReader] = {}
+"""At most one idle reader, so that a process that reads again need not connect again."""
 
 
 @contextmanager
-def span_reader(settings: RangeReaderSettings) -> Iterator[RangeReader]:
-    """A reader, to be used by one thread at a time; kept for the next one when nothing went wrong."""
-    reader = _spare.pop(settings, None) or RangeReader(settings)
+def range_reader(settings: RangeReaderSettings) -> Iterator[RangeReader]:
+    """A reader for one thread. It is kept for the next call unless an exception left it in an unknown state."""
+    reader = _idle.pop(settings, None) or RangeReader(settings)
     try:
         yield reader
     except BaseException:
         reader.close()
         raise
-    while _spare:
-        _spare.popitem()[1].close()
-    _spare[settings] = reader
+    while _idle:
+        _idle.popitem()[1].close()
+    _idle[settings] = reader
 
 
-def lost(what: str, *, fail: bool) -> None:
-    """Messages are gone. Raises :class:`DataLossError`, or says so in the log and goes on."""
+def report_loss(what: str, *, fail: bool) -> None:
+    """Messages are missing: raise :class:`DataLossError`, or log it if ``fail`` is false."""
     if fail:
         raise DataLossError(
-            f"{what}: retention took them, or the topic was made anew. "
-            "With the option failOnDataLoss=false reading goes on with what is there"
+            f"{what}: retention deleted them, or the topic was deleted and created again. "
+            "With the option failOnDataLoss=false, reading continues with what is there"
         )
-    log.warning("%s; going on with what is there (failOnDataLoss=false)", what)
+    log.warning("%s; continuing with what is there (failOnDataLoss=false)", what)
 
 
 class _Reading:
-    """How far the reading of a span is."""
+    """How far the reading of a range is."""
 
-    __slots__ = ("_seen", "next", "reader", "short_at", "short_since", "span")
+    __slots__ = ("_noted", "position", "reader", "short_end", "short_since", "wanted")
 
-    def __init__(self, span: OffsetRange, reader: PartitionReader) -> None:
-        self.span = span
+    def __init__(self, wanted: OffsetRange, reader: PartitionReader) -> None:
+        self.wanted = wanted
         self.reader = reader
-        self.next = span.start
-        self.short_at = -1  # where the log's end was met before the span's
+        self.position = wanted.start
+        self.short_end = -1  # the end of the log, if that is before the end of the range
         self.short_since = 0.0
-        self._seen = span.start
+        self._noted = wanted.start
 
-    def look(self) -> None:
-        """Note whether it has moved."""
-        if self.next > self._seen:
-            self._seen = self.next
+    def note_progress(self) -> None:
+        """Tell the reader if the position has moved."""
+        if self.position > self._noted:
+            self._noted = self.position
             self.reader.progressed()
 
     def assign(self) -> None:
-        """Read from where it is."""
-        self.reader.assign({self.span.partition: self.next})
+        """Assign the partition at the current position."""
+        self.reader.assign({self.wanted.partition: self.position})

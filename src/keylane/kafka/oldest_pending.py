@@ -1,4 +1,4 @@
-"""The first message that is not done, of each partition: read from the log, for its key and its age."""
+"""Reader of each partition's oldest pending message, for its key and its age."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ if TYPE_CHECKING:
 
     from keylane.kafka.settings import KafkaSettings
 
-_WAIT = 3.0
-"""Seconds to wait for all of them."""
-_AT_ONCE = 100
-"""Messages looked at in one step: of each partition only the first counts."""
+_READ_SECONDS = 3.0
+"""Time to read the messages of all partitions."""
+_POLL_MESSAGES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldestPending:
-    """A message that was found."""
+    """The oldest message of a partition that is not done."""
 
     offset: int
     key: bytes | None
     at: float | None
-    """Unix time of its timestamp; None when it has none."""
+    """The message's timestamp as Unix time; None if it has none."""
 
 
 class OldestPendingReader:
-    """Reads single messages of a topic, and remembers them: what has not moved is not read again. One thread."""
+    """Reads single messages of a topic. It keeps them until their offset changes. Used by one thread."""
 
     def __init__(self, settings: KafkaSettings, topic: str) -> None:
         self._settings = settings
@@ -39,44 +38,44 @@ class OldestPendingReader:
         self._consumer: Any = None
         self._known: dict[int, tuple[int, OldestPending]] = {}
 
-    def read(self, places: Mapping[int, int]) -> dict[int, OldestPending]:
-        """The first message at or behind each offset; partitions that give none in time are left out.
+    def read(self, offsets: Mapping[int, int]) -> dict[int, OldestPending]:
+        """The first message at or after each partition's offset; partitions without one in time are left out.
 
-        Raises BrokerError when the topic cannot be read at all.
+        Raises BrokerError if the topic cannot be read at all.
         """
-        wanted = {p: at for p, at in places.items() if self._known.get(p, (-1, None))[0] != at}
+        wanted = {p: at for p, at in offsets.items() if self._known.get(p, (-1, None))[0] != at}
         if wanted:
             if self._consumer is None:
-                # It is to find one message for each, and would fetch thousands.
+                # It needs one message of each partition. By default it would prefetch thousands.
                 self._consumer = self._settings.consumer(
                     "keylane-heads", **{"queued.min.messages": 1, "fetch.message.max.bytes": 65_536}
                 )
                 load_metadata(self._consumer, self._topic)
             self._fetch(wanted)
-        return {p: self._known[p][1] for p, at in places.items() if self._known.get(p, (-1, None))[0] == at}
+        return {p: self._known[p][1] for p, at in offsets.items() if self._known.get(p, (-1, None))[0] == at}
 
     def close(self) -> None:
-        """Let go of the consumer."""
+        """Close the consumer."""
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
 
     def _fetch(self, wanted: dict[int, int]) -> None:
-        # Who may not read the messages still gets the lag, without the oldest one.
+        # Without the right to read the topic, the lag is shown without the oldest message.
         reader = PartitionReader(self._consumer, self._topic, raises=False)
         reader.assign(wanted)
-        left, deadline = set(wanted), time.monotonic() + _WAIT
+        left, deadline = set(wanted), time.monotonic() + _READ_SECONDS
         while left and time.monotonic() < deadline:
-            for message in reader.read(0.2, _AT_ONCE):
+            for message in reader.read(0.2, _POLL_MESSAGES):
                 partition = message.partition()
                 if partition not in left:
                     continue
                 left.discard(partition)
-                if message.error() is not None:  # its end: there was nothing but a hole
+                if message.error() is not None:  # the end of the partition: no message follows
                     continue
                 kind, milliseconds = message.timestamp()
-                head = OldestPending(
+                oldest = OldestPending(
                     offset=message.offset(), key=message.key(), at=milliseconds / 1000 if kind else None
                 )
-                self._known[partition] = wanted[partition], head
+                self._known[partition] = wanted[partition], oldest
         self._consumer.unassign()

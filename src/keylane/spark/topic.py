@@ -15,7 +15,13 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, Supp
 
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import wait_for_cluster
-from keylane.kafka.offset_range import OffsetRange, RangeReaderSettings, lost, span_reader, split
+from keylane.kafka.offset_range import (
+    OffsetRange,
+    RangeReaderSettings,
+    range_reader,
+    report_loss,
+    split_ranges,
+)
 from keylane.kafka.offset_resolver import OffsetResolver
 from keylane.spark.pushdown import Narrowing
 from keylane.spark.rows import DDL, HEADERS_DDL, Rows
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.datasource import ReadLimit
     from pyspark.sql.types import StructType
 
-    from keylane.kafka.offset_resolver import Place
+    from keylane.kafka.offset_resolver import PartitionId
 
 _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
@@ -104,7 +110,7 @@ class _TopicReading:
             committed=options.committed,
             fail_on_loss=options.fail_on_loss,
         )
-        with span_reader(settings) as reader:
+        with range_reader(settings) as reader:
             for messages in reader.read(span):
                 yield self._rows.to_arrow(span.topic, span.partition, messages)
 
@@ -115,7 +121,7 @@ class _TopicReading:
     def _divided(self, spans: list[OffsetRange]) -> list[RangePartition]:
         wanted = self._options.min_partitions
         if wanted is not None and wanted > len(spans):
-            spans = split(spans, wanted)
+            spans = split_ranges(spans, wanted)
         return [RangePartition(span) for span in spans]
 
 
@@ -141,7 +147,7 @@ class TopicReader(_TopicReading, DataSourceReader):
                     raise SettingsError(
                         f"{topic}/{partition}: reading begins at offset {start} and ends at {end}"
                     )
-        spans = extent.spans(starts, ends, fail_on_loss=options.fail_on_loss)
+        spans = extent.ranges(starts, ends, fail_on_loss=options.fail_on_loss)
         return self._divided(self._narrowed(extent, spans))
 
     def _narrowed(self, extent: OffsetResolver, spans: list[OffsetRange]) -> list[OffsetRange]:
@@ -171,10 +177,10 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         super().__init__(options, rows)
-        self._target: dict[Place, int] | None = None
+        self._target: dict[PartitionId, int] | None = None
         # Made in the planner's process, where they are used; never pickled.
         self._asked: OffsetResolver | None = None
-        self._latest: dict[Place, int] = {}
+        self._latest: dict[PartitionId, int] = {}
         self._told: set[str] = set()  # topics that are gone, and were spoken of
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's names, here and below
@@ -217,7 +223,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         # A partition that was added to a topic is new from its first message on.
         starts = {place: begun.get(place, 0) for place in ends}
         wanted = {place: to for place, to in ends.items() if starts[place] < to}
-        spans = self._connect().spans(starts, wanted, fail_on_loss=self._options.fail_on_loss)
+        spans = self._connect().ranges(starts, wanted, fail_on_loss=self._options.fail_on_loss)
         return self._divided(spans)
 
     def _connect(self) -> OffsetResolver:
@@ -226,8 +232,8 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         return self._asked
 
     def _with_what_is_missing(
-        self, begun: Mapping[Place, int], ends: Mapping[Place, int]
-    ) -> dict[Place, int]:
+        self, begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int]
+    ) -> dict[PartitionId, int]:
         """A topic that is not there stays where it was, if that may be: it may come back."""
         missing = {place: at for place, at in begun.items() if place not in ends}
         topics = {topic for topic, _ in missing}
@@ -237,21 +243,25 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
                 "With the option failOnDataLoss=false, reading continues without it"
             )
         for topic in topics - self._told:
-            lost(f"topic {topic!r} no longer exists", fail=False)
+            report_loss(f"topic {topic!r} no longer exists", fail=False)
         self._told = topics
         return {**ends, **missing}
 
-    def _with_what_is_new(self, begun: Mapping[Place, int], ends: Mapping[Place, int]) -> dict[Place, int]:
+    def _with_what_is_new(
+        self, begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int]
+    ) -> dict[PartitionId, int]:
         """A partition that ends before where reading stands was made anew: it is read from its beginning."""
         behind = {place for place, end in ends.items() if end < begun.get(place, 0)}
         for topic, partition in sorted(behind):
             end, stood = ends[topic, partition], begun[topic, partition]
             what = f"{topic}/{partition} ends at offset {end}, before {stood}, where reading stands"
-            lost(what, fail=self._options.fail_on_loss)
+            report_loss(what, fail=self._options.fail_on_loss)
         return {**ends, **self._connect().earliest(behind)}
 
 
-def _limited(begun: Mapping[Place, int], ends: Mapping[Place, int], most: int) -> dict[Place, int]:
+def _limited(
+    begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int], most: int
+) -> dict[PartitionId, int]:
     """At most about so many offsets, of each partition in proportion to what it has; at least one."""
     sizes = {place: max(0, end - begun.get(place, 0)) for place, end in ends.items()}
     total = sum(sizes.values())
@@ -263,11 +273,11 @@ def _limited(begun: Mapping[Place, int], ends: Mapping[Place, int], most: int) -
     }
 
 
-def _places(offset: Mapping[str, Mapping[str, int]]) -> dict[Place, int]:
+def _places(offset: Mapping[str, Mapping[str, int]]) -> dict[PartitionId, int]:
     return {(topic, int(p)): at for topic, partitions in offset.items() for p, at in partitions.items()}
 
 
-def _json(places: Mapping[Place, int]) -> dict[str, Any]:
+def _json(places: Mapping[PartitionId, int]) -> dict[str, Any]:
     """Always in the same order: Spark compares the text."""
     found: dict[str, Any] = {}
     for (topic, partition), at in sorted(places.items()):

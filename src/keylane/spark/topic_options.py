@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane import strict_json as wire
 from keylane.errors import SettingsError
-from keylane.kafka.offset_resolver import EARLIEST, LATEST, OffsetBound, Place, TopicSelection
+from keylane.kafka.offset_resolver import EARLIEST, LATEST, OffsetBound, PartitionId, TopicSelection
 from keylane.kafka.settings import BOOTSTRAP, client_settings
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _offsets(option: str, value: str) -> OffsetBound:
 
 
 def _times(option: str, value: str, *, or_latest: bool) -> OffsetBound:
-    at: int | dict[Place, int]
+    at: int | dict[PartitionId, int]
     if option.endswith("Timestamp") and "Offsets" not in option:
         if not re.fullmatch(r"\s*\d{1,18}\s*", value):
             raise SettingsError(f"option {option} must be milliseconds since 1970, got {value!r}")
@@ -217,7 +217,7 @@ def _json(option: str, value: str, like: str, read: Callable[[str], Any]) -> Any
         raise SettingsError(f"option {option} must be {like}, got {value!r:.200}") from None
 
 
-def _each(text: str, least: int) -> dict[Place, int]:
+def _each(text: str, least: int) -> dict[PartitionId, int]:
     """``{"topic": {"0": 23}}``. Raises ValueError, TypeError or AttributeError for anything else."""
     found = {
         (topic, int(partition)): number
@@ -229,7 +229,7 @@ def _each(text: str, least: int) -> dict[Place, int]:
     return found
 
 
-def _assigned(text: str) -> list[Place]:
+def _assigned(text: str) -> list[PartitionId]:
     """``{"topic": [0, 2]}``."""
     found = [(topic, p) for topic, partitions in wire.loads(text).items() for p in partitions]
     if not found or any(type(p) is not int or p < 0 for _, p in found):

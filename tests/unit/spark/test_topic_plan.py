@@ -32,7 +32,7 @@ from pyspark.sql.types import (
 )
 
 from keylane import BrokerError, SettingsError
-from keylane.kafka.offset_range import OffsetRange, split
+from keylane.kafka.offset_range import OffsetRange, split_ranges
 from keylane.spark.pushdown import Narrowing
 from keylane.spark.rows import Rows
 from keylane.spark.topic import _json, _limited, _places
@@ -52,7 +52,7 @@ def narrowed(*filters: Filter) -> Narrowing:
 )
 def test_a_divided_span_has_the_same_offsets(sizes: list[tuple[int, int]], parts: int) -> None:
     spans = [OffsetRange("t", p, start, start + size) for p, (start, size) in enumerate(sizes) if size]
-    divided = split(spans, parts)
+    divided = split_ranges(spans, parts)
     assert len(divided) <= parts + len(spans)
     assert [(s.partition, o) for s in divided for o in range(s.start, s.end)] == [
         (s.partition, o) for s in spans for o in range(s.start, s.end)
@@ -61,7 +61,7 @@ def test_a_divided_span_has_the_same_offsets(sizes: list[tuple[int, int]], parts
 
 
 def test_a_large_partition_is_cut_and_a_small_one_is_not() -> None:
-    divided = split([OffsetRange("t", 0, 0, 900), OffsetRange("t", 1, 0, 100)], 10)
+    divided = split_ranges([OffsetRange("t", 0, 0, 900), OffsetRange("t", 1, 0, 100)], 10)
     assert [len(span) for span in divided if span.partition == 0] == [100] * 9
     assert [span for span in divided if span.partition == 1] == [OffsetRange("t", 1, 0, 100)]
 
