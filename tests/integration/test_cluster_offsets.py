@@ -59,7 +59,7 @@ def test_an_offset_that_nobody_knows_is_asked_for_again(
 
 
 def test_and_is_an_error_in_the_end(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_NEW_LEADER", 0.3)
+    monkeypatch.setattr(cluster, "_NEW_LEADER_SECONDS", 0.3)
     log.create(name, partitions=1)
     with pytest.raises(BrokerError, match=f"offsets of topic '{name}' could not be read: .*[Ll]eader"):
         asking(log, monkeypatch, 1000).ends(name, [0])

@@ -101,7 +101,7 @@ def test_what_an_owner_wrote_of_its_strips_goes_when_they_are_one_again(
     sent = log.send(f"{name}.in", messages(range(1000)))
     runner.run_plan(Assignment(((AssignedRange(0, LOW),),)))
     with monkeypatch.context() as patched:
-        patched.setattr(fetcher, "BATCH", 20)  # so that it writes before all of it is read
+        patched.setattr(fetcher, "BATCH_MESSAGES", 20)  # so that it writes before all of it is read
         patched.setattr(StateTopic, "poll", lambda _state: False)
         runner.run()
     assert log.lag(name, f"{name}.in") == 0
