@@ -1,4 +1,4 @@
-"""Runs an app without Spark and without Kafka, in virtual time, through the engine that runs it in production."""
+"""Test harness: an app on the production engine in virtual time, without Spark and Kafka."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from keylane.testing.faults import (
     Skip,
 )
 from keylane.testing.history import History
-from keylane.testing.life import ORDER, TaskLife, World, lanes
+from keylane.testing.life import REDRIVE, TaskLife, World, lanes
 from keylane.testing.log import MemoryLog, partition_of
 from keylane.testing.sink import MemorySink
 
@@ -55,27 +55,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run. Lists are in the order in which things became durable, over all epochs and runs so far."""
+    """The result of a run. Its lists are in the order of durability, over all epochs and runs so far."""
 
     results: list[Written]
     dead: list[Dead]
     duplicates: list[Position]
-    """Partition and offset of the messages that did not run because they repeat another one; each once, sorted."""
+    """Partition and offset of duplicates, which did not run; each once, sorted."""
     stale: list[Position]
-    """The same of messages that did not run because their lane had gone beyond their version."""
+    """The same of stale messages, which did not run because a newer version had run."""
     waiting: list[Position]
-    """The same of messages that are not done, and not lost: in blocked lanes, or among the letters of parked ones."""
+    """The same of unfinished messages in blocked lanes, and of dead letters of parked lanes; they are not lost."""
     history: History
     verdict: Verdict
-    """The history as :func:`keylane.testing.check` judges it: one repeat of a message is allowed per fault survived."""
+    """The result of :func:`keylane.testing.check`, which allows one repeat of a message for each crash or drain."""
     elapsed: float
-    """Virtual seconds since the first second of the first run."""
+    """Virtual seconds since the beginning of the first run."""
     epochs: int
-    """Lives of the task: one, and one more for each crash and each drain."""
+    """One, and one more for each crash and each drain."""
 
 
 class Harness:
-    """An app, a log in memory and a virtual clock: a test takes milliseconds and comes out the same each time.
+    """Runs an app with a log in memory and a virtual clock: a test takes milliseconds and is repeatable.
 
     >>> import asyncio
     >>> from keylane import App, Message
@@ -92,13 +92,17 @@ class Harness:
     >>> [written.value for written in result.results], result.verdict.ok, round(result.elapsed)
     ([b'HELLO', b'AGAIN'], True, 8600)
 
-    ``faults`` happen at their virtual second, if the run lasts that long. ``latency`` is how many virtual seconds the
-    sink takes to acknowledge, a number or a pair to draw between: in order in each of its partitions, in any order
-    otherwise. ``letters`` is the same of dead letters (as ``latency``, if not given), ``commits`` of the state topic,
-    and ``reading`` of what is read: an epoch's first messages, and letters for a redrive. ``holes`` is the chance of a
-    hole in the log before a message. ``limit`` are the virtual seconds that a run may take after the last arrival.
-    ``seed`` decides backoffs, latencies, holes, and what a crash leaves behind. ``resources`` are objects that stages
-    get in place of the app's own resources, by name; those are not opened.
+    ``faults`` happen at their virtual second, if the run lasts that long.
+
+    ``latency`` is the virtual seconds until the sink acknowledges a result: a number, or a pair to draw between.
+    Acknowledgements of one partition come in order. ``letters`` is the same for dead letters (``latency`` if not
+    given), ``commits`` for the state topic, and ``reading`` for reads: the first messages of an epoch, and dead letters
+    for a redrive.
+
+    ``holes`` is the chance of a gap in the offsets before a message. ``limit`` is the virtual seconds that a run may
+    take after the last arrival. ``seed`` decides backoffs, latencies, gaps, and which writes survive a crash.
+
+    ``resources`` are objects by name, which stages get instead of the app's resources. Those are not opened.
 
     Raises :class:`keylane.SettingsError` when the app cannot run.
     """
@@ -149,9 +153,8 @@ class Harness:
         )
         self._arrivals = self._world.arrivals
         self._tasks = 1
-        self._ordered = 0
-        self._lanes: dict[Position, bytes | None] | None = None
-        """When keys and partitions do not tell."""
+        self._redrives = 0
+        self._lanes: dict[Position, bytes | None] | None = None  # for an ordering that reads messages
         self._epochs = 0
         self._broken = 0
         self._now = 0.0
@@ -164,26 +167,26 @@ class Harness:
         headers: Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None] = (),
         at: float = 0.0,
     ) -> None:
-        """A message that arrives at this virtual second. Messages of the same second arrive as they were sent.
+        """Send a message that arrives at this virtual second. Messages of the same second arrive in the order of calls.
 
-        Key, value and headers as :meth:`keylane.Publisher.send` takes them: bytes, text, anything JSON.
+        Key, value and headers are those of :meth:`keylane.Publisher.send`: bytes, text, anything JSON.
         """
         pairs = headers.items() if isinstance(headers, Mapping) else headers
         made: Headers = [(name, text.encode() if isinstance(text, str) else text) for name, text in pairs]
         self._unsent.append((at, None if key is None else encode_key(key), encode_value(value), made))
 
     def rewind(self, partition: int, offset: int) -> None:
-        """Move the group's offset back, as an operator does between two runs: messages from there on run again."""
+        """Move the group's offset back, as an operator does between two runs. Messages from there on run again."""
         self._world.durable.rewind(partition, offset)
 
     def add_partitions(self, partitions: int) -> None:
-        """The source has so many partitions from the next run on: keys move, after all that was sent is done."""
+        """Raise the number of the source's partitions. Keys move from the next run on."""
         self.log.grow(partitions)
 
     def run(self) -> RunResult:
-        """Run until everything sent is done. More can be sent afterwards, and run: time goes on where it stood.
+        """Run until all sent messages are done. After that, more can be sent and run; the clock continues.
 
-        Raises :class:`keylane.testing.StuckError` when that will never be, and whatever makes an engine stop.
+        Raises :class:`keylane.testing.StuckError` if that is impossible, and any error that stops the engine.
         """
         source = self._app.source
         for at, key, value, headers in sorted(self._unsent, key=lambda sent: sent[0]):
@@ -233,7 +236,7 @@ class Harness:
         )
 
     def _waiting(self, sent: Mapping[Position, bytes | None]) -> set[Position]:
-        """Messages that are not done because their lane is blocked, and those among the letters of parked lanes."""
+        """Unfinished messages of blocked lanes, and those among the dead letters of parked lanes."""
         redriven = self._world.durable.redriven
         found = {
             (dead.partition, dead.offset)
@@ -259,13 +262,13 @@ class Harness:
         return found
 
     def _behind(self, record: LaneRecord, partition: int, offset: int, key: bytes | None) -> bool:
-        """Whether this message is in the lane of this record."""
+        """True if this message is in the record's lane."""
         known = self._lanes
         lane = self._app.order.lane_of(key, partition) if known is None else known[partition, offset]
         return lane is not None and lane == record.key
 
     def _sent_twice(self) -> dict[Position, Position]:
-        """What the log says about messages that repeat others. One that went to the letters may run from there."""
+        """Duplicates according to the log, without those that are parked, which may run in a redrive."""
         found = Duplicates(self._app.idempotency, self._app.order)
         records = list(self.log.records(self._app.source))
         found.arrived(records, [Message(record) for record in records])
@@ -273,7 +276,7 @@ class Harness:
         return {place: (place[0], offset) for place, offset in found.waiting.items() if place not in parked}
 
     def _sent_versions(self) -> dict[Position, int] | None:
-        """What the log says about versions; a message without a proper one is left out."""
+        """Versions according to the log, without messages that have no valid version."""
         if self._app.versions is None:
             return None
         read, decode = reader_of(self._app.versions), decoder(self._app)
@@ -295,7 +298,7 @@ class Harness:
         self._now = asyncio.get_running_loop().time()
 
     async def _epoch(self) -> bool:
-        """One life of all tasks; whether another one is needed."""
+        """Run one epoch of all tasks; True if another one is needed."""
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             tasks = [await self._begin(stack, number) for number in range(self._tasks)]
@@ -315,15 +318,15 @@ class Harness:
                 for job in jobs:
                     job.cancel()
                 await asyncio.gather(*jobs, return_exceptions=True)
-                # 0 seconds: everything that runs is cancelled
+                # 0 seconds cancel everything that runs
                 await asyncio.gather(*(task.engine.drain(drain_timeout) for task in tasks))
-            for task in reversed(tasks):  # who has the group's offset goes last
+            for task in reversed(tasks):  # the one that commits the group's offset comes last
                 if drain_timeout:
                     await task.commit()
                     task.output.close()
                 else:
                     task.output.crash()
-        # The clock stands still while a thread runs: after this nothing is left of the epoch.
+        # The clock does not move while a thread runs, so after this sleep all threads of the epoch have ended.
         await asyncio.sleep(1e-6)
         return not over
 
@@ -342,13 +345,13 @@ class Harness:
             await task.rest()
 
     async def _act(self, tasks: list[TaskLife]) -> None:
-        """What operators do. An action that a crash cuts off is taken up again by the next epoch."""
+        """Carry out the operators' commands. The next epoch repeats a command that a crash has cut off."""
         loop = asyncio.get_running_loop()
         while self._actions:
             action = self._actions[0]
             await asyncio.sleep(max(0.0, action.at - loop.time()))
             if isinstance(action, Redrive):
-                self._order(action.key, tasks)
+                self._request_redrive(action.key, tasks)
                 self._actions.popleft()
                 continue
             partition = partition_of(action.key, self.log.partitions)
@@ -356,7 +359,7 @@ class Harness:
             engine = task.engine
             if isinstance(action, Release | Skip):
                 found = engine.stopped_lanes.records.get(action.key)
-                if found is not None:  # the message that is blocked when the operator looks
+                if found is not None:  # the message that is blocked at this time
                     act = (
                         engine.stopped_lanes.release
                         if isinstance(action, Release)
@@ -366,17 +369,17 @@ class Harness:
             elif engine.versions is not None:
                 name = partition, action.key
                 self._world.durable.write_versions({name: engine.versions.reset(*name, action.to)})
-            while engine.promised:  # noqa: ASYNC110 - an order stands until what it did is written down
+            while engine.promised:  # noqa: ASYNC110 - the command counts when its effect is committed
                 await asyncio.sleep(0.01)
             self._actions.popleft()
 
-    def _order(self, key: bytes, tasks: list[TaskLife]) -> None:
-        """From now on a redrive of this key is ordered, in each partition that has letters of it."""
+    def _request_redrive(self, key: bytes, tasks: list[TaskLife]) -> None:
+        """Record a redrive of this key in each partition that has dead letters of it."""
         partitions = {dead.partition for dead in self._sink.dead_letters if dead.key == key}
         for partition in sorted(partitions | {partition_of(key, self.log.partitions)}):
-            self._ordered += 1
-            number = b"%d" % self._ordered
-            self._sink.notes[partition, ORDER + key] = number
+            self._redrives += 1
+            number = b"%d" % self._redrives
+            self._sink.notes[partition, REDRIVE + key] = number
             task = next(task for task in tasks if task.owns(partition, key))
             task.clerk.take(partition, key, number)
 
@@ -393,11 +396,11 @@ def _check_faults(app: AppSpec, faults: Iterable[Fault]) -> None:
     for fault in faults:
         if isinstance(fault, Recut) and fault.tasks > 1 and not app.order.splittable:
             raise SettingsError(
-                f"Harness: {fault} shares out partitions, and with order={app.order!r} they are whole"
+                f"Harness: {fault} needs an order that can share partitions, got order={app.order!r}"
             )
         if isinstance(fault, Redrive) and app.order.reads_messages:
             raise SettingsError(
-                f"Harness: {fault} is by key, and order={app.order!r} has several lanes for a key"
+                f"Harness: {fault} needs an order by key or partition, got order={app.order!r}"
             )
 
 
@@ -419,16 +422,16 @@ def _replaced(app: AppSpec, given: Mapping[str, Any]) -> list[ResourceSpec]:
 
 
 class _Recorder:
-    """Writes a history and passes on what it is told."""
+    """Records a history and calls the app's observer."""
 
     def __init__(self, then: Observer | None) -> None:
         self.events: list[HistoryEvent] = []
         self.then = then
 
     def add(self, kind: EventKind, message: Message, attempt: int, outcome: str | None, owner: str) -> None:
-        """One more event, now."""
+        """Add an event at the present time."""
         at = asyncio.get_running_loop().time()
-        # Events of one virtual instant still have an order: each comes a nanosecond after the one before.
+        # Events of the same virtual time keep their order: each is at least a nanosecond after the one before.
         seq = max(int(at * 1e9), self.events[-1].seq + 1 if self.events else 0)
         self.events.append(
             HistoryEvent(
@@ -438,7 +441,7 @@ class _Recorder:
 
 
 class _Owner:
-    """The observer of one task."""
+    """Observer of one task."""
 
     def __init__(self, recorder: _Recorder, owner: str) -> None:
         self._recorder = recorder

@@ -1,11 +1,9 @@
-"""What ran when: the start and the end of every attempt, written by the processes that ran them.
+"""History of attempts: the start and end of each, written by the processes that ran them.
 
-The writer is made for processes that get killed: an event is one ``write`` to a file that only this process
-writes, and it is done before the caller goes on. What was written before ``kill -9`` is read back afterwards.
+Events survive ``kill -9``: each is one ``write`` to a file of its own process, and the writer returns after it.
 
-Events of several processes are put in order by the machine's monotonic clock, which all processes of one machine
-share and which is never set back. A history is therefore good for **one machine** and one boot; the wall clock is
-recorded for the reader's eye only.
+Events of several processes are ordered by the machine's monotonic clock, which all its processes share. So a history
+is valid for **one machine** and one boot. The wall clock is recorded only for people who read it.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ _FORMAT = 1
 
 
 class HistoryError(KeylaneError):
-    """A history that cannot be read; names the file and the line."""
+    """A history cannot be read. Names the file and the line."""
 
 
 class Ended(StrEnum):
-    """How an attempt ended, as far as the one who recorded it could know. Other words are allowed, and not final."""
+    """How an attempt ended, as far as its recorder knows. Other words are allowed, and are not final."""
 
     OK = "ok"
     DEAD = "dead"
@@ -48,41 +46,41 @@ class Ended(StrEnum):
     IGNORED = "ignored"
     RETRY = "retry"
     FAILED = "failed"
-    """An exception left the attempt. Whether it is tried again is for the lane to decide, not for the attempt."""
+    """The attempt raised an exception. The engine decides later whether to retry."""
     CANCELLED = "cancelled"
 
 
 FINAL: frozenset[str] = frozenset({Ended.OK, Ended.DEAD, Ended.SKIPPED, Ended.PARKED, Ended.IGNORED})
-"""After one of these the message is finished and its lane may go on."""
+"""Outcomes that finish a message, so that its lane may continue."""
 
 
 class ObservedDelivery(Protocol):
-    """What an attempt is an attempt at; :class:`keylane.Message` is one."""
+    """The message of an attempt, such as a :class:`keylane.Message`."""
 
     @property
     def key(self) -> bytes | None:
-        """The lane it belongs to; None for a keyless message."""
+        """The key; None for a keyless message."""
 
     @property
     def partition(self) -> int:
-        """Of the source topic."""
+        """The partition of the source topic."""
 
     @property
     def offset(self) -> int:
-        """In that partition."""
+        """The offset in that partition."""
 
     @property
     def attempt(self) -> int:
-        """Counts from 1."""
+        """The number of the attempt, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All events of a run, in the order in which they happened."""
+    """All events of a run, in order."""
 
     events: tuple[HistoryEvent, ...]
     torn: int = 0
-    """Files whose last line was cut off by the death of their writer."""
+    """The number of files whose last line was cut off when their writer was killed."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -92,14 +90,13 @@ class History:
 
 
 class HistoryWriter:
-    """Records attempts into a folder, from any number of processes at once.
+    """Writes attempts into a folder, from any number of processes and threads.
 
-    An instance can be pickled and carried to Spark's Python workers: it holds the folder and the name, and opens a
-    file of its own the first time a process uses it. ``owner`` is completed with the pid, because an owner is a
-    process: when it dies, its open attempts die with it. A second run *inside* one process needs another name.
+    An instance can be pickled and sent to Spark's Python workers. It contains the folder and the name, and opens a new
+    file when a process first uses it. The process id is added to ``owner``, because the open attempts of a process end
+    when it is killed. A second run in the same process needs another name.
 
-    Safe to use from several threads.
-    Raises OSError when the file cannot be written: a history with holes proves nothing.
+    Raises OSError if the file cannot be written, because an incomplete history proves nothing.
     """
 
     __slots__ = ("_fd", "_life", "_name", "_pid", "folder", "owner")
@@ -108,7 +105,7 @@ class HistoryWriter:
         self.folder = Path(folder)
         self._name = owner
         self.owner = ""  # set by _open, in the process that writes
-        self._fd = -1  # belongs to the process _pid; a forked child opens its own
+        self._fd = -1  # belongs to the process _pid; a forked child opens another file
         self._pid = -1
         self._life = 0
 
@@ -116,36 +113,36 @@ class HistoryWriter:
         return HistoryWriter, (self.folder, self._name)
 
     def attempt(self, msg: ObservedDelivery) -> Attempt:
-        """A context manager around one attempt, for the body of a stage, plain or ``async``.
+        """A context manager around one attempt, for the body of a ``def`` or ``async def`` stage.
 
-        The start is written before the body begins, the end after it ended: ``ok``, ``failed`` when an exception left
-        it, ``cancelled`` when it was cancelled, or what the body put into ``.outcome``.
+        It writes the start before the body and the end after it: ``ok``, ``failed`` after an exception, ``cancelled``
+        after a cancellation, or the ``.outcome`` that the body has set.
         """
         return Attempt(self, msg)
 
     def start(self, msg: ObservedDelivery) -> None:
-        """Records that an attempt starts; call it before the work begins."""
+        """Record the start of an attempt; call it before the work."""
         self._write(f"s {time.monotonic_ns()} {_position(msg)}\n")
 
     def end(self, msg: ObservedDelivery, outcome: str = Ended.OK) -> None:
-        """Records that an attempt ended; call it after the work. Raises ValueError unless the outcome is one line."""
+        """Record the end of an attempt; call it after the work. Raises ValueError unless the outcome is one line."""
         self._end(_position(msg), outcome)
 
     def started(self, message: ObservedDelivery, attempt: int) -> None:
-        """As an app's ``observer``: the engine tells of every attempt itself, numbered over all stages."""
+        """Record a start, as an app's ``observer``. The engine numbers attempts over all stages."""
         self._write(f"s {time.monotonic_ns()} {_position(message, attempt)}\n")
 
     def ended(self, message: ObservedDelivery, attempt: int, outcome: str) -> None:
-        """As an app's ``observer``: see :meth:`started`."""
+        """Record an end, as an app's ``observer``; see :meth:`started`."""
         self._end(_position(message, attempt), outcome)
 
     def began_again(self) -> None:
-        """As an app's ``observer``: a task begins again in this process, after its transaction was aborted."""
+        """Begin another owner, as an app's ``observer``, when a task restarts after an aborted transaction."""
         self.close()
         self._life += 1
 
     def close(self) -> None:
-        """Closes this process's file. The next event opens a new one. Not needed for anything to survive."""
+        """Close this process's file. The next event opens a new one. Events survive without it."""
         if self._fd >= 0 and self._pid == os.getpid():
             os.close(self._fd)
         self._fd = -1
@@ -154,7 +151,7 @@ class HistoryWriter:
     def _end(self, position: str, outcome: str) -> None:
         now = time.monotonic_ns()
         if not outcome or outcome.splitlines() != [outcome]:
-            raise ValueError(f"an outcome is one line of text, not {outcome!r}")
+            raise ValueError(f"outcome must be one line of text, got {outcome!r}")
         self._write(f"e {now} {position} {outcome}\n")
 
     def _write(self, line: str) -> None:
@@ -162,7 +159,9 @@ class HistoryWriter:
             self._open()
         data = line.encode()
         if os.write(self._fd, data) != len(data):
-            raise OSError(f"the history in {self.folder} could not be written: is the disk full?")
+            raise OSError(
+                f"cannot write a complete line to the history in {self.folder}; check the free disk space"
+            )
 
     def _open(self) -> None:
         pid = os.getpid()
@@ -193,7 +192,7 @@ class Attempt:
         self._writer = writer
         self._position = _position(msg)
         self.outcome: str | None = None
-        """What the end is to say; None leaves it to how the body ends."""
+        """The outcome to record; None for the one that follows from the end of the body."""
 
     def __enter__(self) -> Self:
         self._writer._write(f"s {time.monotonic_ns()} {self._position}\n")  # noqa: SLF001 - the writer's other half
@@ -213,14 +212,14 @@ class Attempt:
 
 
 def read_history(folder: str | Path) -> History:
-    """All histories in a folder, merged into one, in the order of the machine's monotonic clock.
+    """All histories in a folder, merged in the order of the machine's monotonic clock.
 
-    A last line that its writer's death cut off is left out and counted. Raises :class:`HistoryError` when the folder is
-    missing or a file holds something else than a history.
+    An incomplete last line of a killed writer is ignored and counted. Raises :class:`HistoryError` if the folder does
+    not exist, or a file is not a history.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise HistoryError(f"there is no history in {folder}: the folder does not exist")
+        raise HistoryError(f"expected a folder with histories, but {folder} does not exist")
     events: list[HistoryEvent] = []
     torn = 0
     with collector_paused():
@@ -237,7 +236,7 @@ def _position(msg: ObservedDelivery, attempt: int | None = None) -> str:
 
 
 def _read_file(path: Path, events: list[HistoryEvent]) -> bool:
-    """Appends the events of a file, in its order; true when its last line was torn."""
+    """Append the events of a file, in its order; True if its last line is incomplete."""
     *lines, rest = path.read_bytes().decode("utf-8", "replace").split("\n")
     if not lines:
         return bool(rest)
@@ -245,9 +244,9 @@ def _read_file(path: Path, events: list[HistoryEvent]) -> bool:
         head = json.loads(lines[0])
         owner, wall = str(head["owner"]), int(head["wall"])
         if head["format"] != _FORMAT:
-            raise HistoryError(f"{path} has format {head['format']}: this version reads format {_FORMAT}")
+            raise HistoryError(f"expected history format {_FORMAT} in {path}, got {head['format']}")
     except (ValueError, KeyError, TypeError) as error:
-        raise HistoryError(f"{path} is no history: its first line is {lines[0][:80]!r}") from error
+        raise HistoryError(f"{path} is not a history: its first line is {lines[0][:80]!r}") from error
     keys: dict[str, bytes | None] = {"-": None}
     line = ""
     try:
@@ -271,22 +270,22 @@ def _read_file(path: Path, events: list[HistoryEvent]) -> bool:
             )
     except (ValueError, KeyError) as error:
         number = lines.index(line, 1) + 1
-        raise HistoryError(f"line {number} of {path} is no event: {line[:80]!r}") from error
+        raise HistoryError(f"line {number} of {path} is not an event: {line[:80]!r}") from error
     return bool(rest)
 
 
-_KINDS = {("s", 0): EventKind.START, ("e", 1): EventKind.END}  # a letter, and how many outcomes go with it
+_KINDS = {("s", 0): EventKind.START, ("e", 1): EventKind.END}  # by letter and number of outcomes
 
 
 def _key(text: str) -> bytes:
     if text[:1] != "x":
-        raise ValueError("a key is '-' or 'x' and hex digits")
+        raise ValueError("key must be '-', or 'x' and hex digits")
     return bytes.fromhex(text[1:])
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Millions of small live objects make the cyclic collector run over them again and again: twice as fast without."""
+    """Pause the cyclic garbage collector, which would visit millions of live events repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:

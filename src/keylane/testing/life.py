@@ -1,4 +1,4 @@
-"""One task of a run of the harness: from what was written down to its drain, or its crash."""
+"""One task of a run of the harness, from its restore to its drain or crash."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from keylane.testing.log import MemoryLog, MemoryRecord
     from keylane.testing.sink import Dead, MemorySink
 
-ORDER = b"order/"
-"""Names of redrives that were ordered and are not through, in the state topic."""
+REDRIVE = b"redrive/"
+"""Prefix of unfinished redrive commands in the state topic."""
 
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """What all tasks of a run share."""
+    """State that all tasks of a run share."""
 
     log: MemoryLog
     durable: DurableState
@@ -46,11 +46,11 @@ class World:
     duplicates: set[Position] = field(default_factory=set)
     stale: set[Position] = field(default_factory=set)
     redriven: set[Position] = field(default_factory=set)
-    """Dead letters that were redriven: their lanes had gone on without them."""
+    """Redriven dead letters, without which their lanes had continued."""
 
 
 class TaskLife:
-    """A task that owns parts of partitions. ``first`` of the tasks of an epoch: it writes the group's offset."""
+    """A task that owns parts of partitions. The ``first`` task of an epoch commits the group's offset."""
 
     def __init__(
         self, app: AppSpec, steps: Sequence[Step], world: World, plan: dict[int, Slots], *, first: bool
@@ -61,9 +61,9 @@ class TaskLife:
         self._first = first
         self.output = world.sink.of_task()
         self.parts = {p: world.durable.begin(p, slots) for p, slots in plan.items()}
-        self._away = dict.fromkeys(self.parts, 0)  # messages of which the engine keeps only the places
+        self._away = dict.fromkeys(self.parts, 0)  # evicted: the engine keeps only their offsets
         self._moved, self._progressed = asyncio.Event(), asyncio.Event()
-        moves = Moves(world.log.partitions, plan, recent=3)  # so few that its file is asked
+        moves = Moves(world.log.partitions, plan, recent=3)  # few enough that its file is used
         for written, ((partition, key), found) in enumerate(world.durable.versions.items()):
             moves.put(partition, key, found, written)
         for partition, part in self.parts.items():
@@ -82,23 +82,23 @@ class TaskLife:
             rng=world.rng.random,
         )
         self.clerk = CommandClerk(self, app, world)
-        orders = self._orders()
-        held = [self.engine.lane_key(key, partition) for partition, key in orders]
+        redrives = self._redrives()
+        held = [self.engine.lane_key(key, partition) for partition, key in redrives]
         self.engine.restore(
             world.durable.kept(self.parts.values()),
             self._lanes(),
             [lane for lane in held if lane is not None],
         )
-        for (partition, key), number in orders.items():
+        for (partition, key), number in redrives.items():
             self.clerk.take(partition, key, number)
 
     def owns(self, partition: int, key: bytes | None, offset: int = 0) -> bool:
-        """Whether this task runs the lane of that message."""
+        """True if this task runs the message's lane."""
         part = self.parts.get(partition)
         return part is not None and part.owns(key, offset)
 
     async def feed(self, partition: int) -> None:
-        """Hand over one partition as its messages arrive, as far as its share of the capacity allows."""
+        """Pass the messages of a partition to the engine as they arrive, within its share of ``max_buffered``."""
         loop, world, part = asyncio.get_running_loop(), self._world, self.parts[partition]
         share = max(1, self._app.max_buffered // world.log.partitions)
         mark, arrivals = part.mark, world.arrivals
@@ -145,7 +145,7 @@ class TaskLife:
             self.engine.accept(records)
 
     async def rest(self) -> None:
-        """Wait until nothing is left to do: what was handed over, and what operators have ordered."""
+        """Wait until all messages and all redrives are done."""
         while True:
             await self.clerk.rest()
             await self.engine.finish()
@@ -153,21 +153,21 @@ class TaskLife:
                 return
 
     async def commits(self) -> None:
-        """For ever: write down what has changed."""
+        """Commit changes until cancelled."""
         while True:
-            # No timer while nothing moves: a loop at rest is how a stuck one is recognised.
+            # Without progress there is no timer, or the loop could not detect that nothing can continue.
             await self._progressed.wait()
             self._progressed.clear()
             await asyncio.sleep(self._app.commit_interval)
             await self.commit()
 
     async def commit(self) -> None:
-        """Write down what is done by now, and wait until it is there."""
+        """Commit the finished messages, and wait until the commit is durable."""
         await self.output.commit(self._snapshot)
         self.engine.stopped_lanes.committed(self._is_committed)
 
     def write_down(self) -> None:
-        """Note which letters were redriven, and their versions, whose progress was written before."""
+        """Record the redriven dead letters, and versions whose offsets are committed."""
         engine, durable = self.engine, self._world.durable
         changed = {} if engine.versions is None else engine.versions.changed()
         versions = {name: mark for name, mark in changed.items() if self._is_committed(name[0], mark.offset)}
@@ -227,7 +227,7 @@ class TaskLife:
         self._moved.set()
 
     def _fetch(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
-        """Read messages again that a stuck lane let go of."""
+        """Fetch evicted messages again."""
         wanted = set(offsets)
         records = [
             record
@@ -237,7 +237,7 @@ class TaskLife:
         asyncio.get_running_loop().call_later(0.01, self.engine.returned, ticket, records, 0)
 
     def _lanes(self) -> list[LaneRecord]:
-        """Lanes that an earlier task wrote down, unless their message is done by now."""
+        """Recorded lanes of earlier tasks, without those whose message is done."""
         return [
             record
             for record in lanes(self._world.sink)
@@ -248,31 +248,31 @@ class TaskLife:
             )
         ]
 
-    def _orders(self) -> dict[tuple[int, bytes], bytes]:
+    def _redrives(self) -> dict[tuple[int, bytes], bytes]:
         return {
             (partition, key): number
             for (partition, name), number in self._world.sink.notes.items()
-            if name.startswith(ORDER) and self.owns(partition, key := name.removeprefix(ORDER))
+            if name.startswith(REDRIVE) and self.owns(partition, key := name.removeprefix(REDRIVE))
         }
 
 
 class CommandClerk:
-    """Carries out the redrives of one task, as the desk of a real one does."""
+    """Carries out the redrives of one task, as :class:`keylane.worker.commands.CommandExecutor` does in production."""
 
     def __init__(self, life: TaskLife, app: AppSpec, world: World) -> None:
         self.redriven: set[int] = set()
-        """Letters that went through here."""
+        """Dead letters that were redriven here."""
         self._life = life
         self._app = app
         self._world = world
         self._redriver = Redriver(life.engine)
-        self._orders: dict[tuple[int, bytes], bytes] = {}
+        self._commands: dict[tuple[int, bytes], bytes] = {}
         self._awake, self._at_rest = asyncio.Event(), asyncio.Event()
         self._at_rest.set()
 
     def take(self, partition: int, key: bytes, number: bytes) -> None:
-        """Begin to carry out an order."""
-        self._orders[partition, key] = number
+        """Begin a redrive."""
+        self._commands[partition, key] = number
         lane = self._life.engine.lane_key(key, partition)
         if lane is not None:
             self._life.engine.stopped_lanes.hold(lane)
@@ -281,71 +281,71 @@ class CommandClerk:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be redriven."""
-        return not self._orders
+        """True without an unfinished redrive."""
+        return not self._commands
 
     async def rest(self) -> None:
-        """Wait until nothing is to be redriven."""
+        """Wait until all redrives are done."""
         await self._at_rest.wait()
 
     def done(self, delivery: Delivery) -> None:
-        """A redriven message is done."""
+        """Note that a redriven message is done."""
         if delivery.outcome is not Outcome.PARKED:
             self.redriven.add(delivery.failure_state.letter)  # type: ignore[union-attr,arg-type]  # it has a letter
         self._redriver.done(delivery)
 
     async def run(self) -> None:
-        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
+        """Carry out redrives until cancelled. The command stays recorded, so the next task continues it."""
         while True:
             await self._awake.wait()
             self._awake.clear()
             by_partition: dict[int, dict[bytes, bytes]] = {}
-            for (partition, key), number in self._orders.items():
+            for (partition, key), number in self._commands.items():
                 by_partition.setdefault(partition, {})[key] = number
-            for partition, orders in by_partition.items():
-                await self._redrive(partition, orders)
-            if not self._orders:
+            for partition, commands in by_partition.items():
+                await self._redrive(partition, commands)
+            if not self._commands:
                 self._at_rest.set()
 
-    async def _redrive(self, partition: int, orders: dict[bytes, bytes]) -> None:
+    async def _redrive(self, partition: int, commands: dict[bytes, bytes]) -> None:
         engine, world = self._life.engine, self._world
         stops = engine.stopped_lanes
         lane_of = partial(engine.lane_key, partition=partition)
-        keys = [lane for key in orders if (lane := lane_of(key)) is not None]
+        keys = [lane for key in commands if (lane := lane_of(key)) is not None]
         await self._redriver.settled(keys)
         if self._app.delivery == "exactly_once":
-            await self._life.commit()  # a letter is there when its transaction is
+            await self._life.commit()  # dead letters are visible when their transaction is committed
         letters = list(world.sink.dead_letters)
         if world.reading[1]:
             await asyncio.sleep(world.rng.uniform(*world.reading))
         found = [
             letter
-            for letter in self._wanted(letters, partition, orders)
+            for letter in self._wanted(letters, partition, commands)
             if not stops.is_over(lane_of(letter.record.key()))
         ]
         await self._redriver.run(found)
-        self._life.write_down()  # before the order is taken back
-        for key, number in orders.items():
-            if self._orders.get((partition, key)) == number:
-                del self._orders[partition, key]
+        self._life.write_down()  # before the command is deleted
+        for key, number in commands.items():
+            if self._commands.get((partition, key)) == number:
+                del self._commands[partition, key]
                 lane = lane_of(key)
-                if lane is not None and lane not in (lane_of(other) for _, other in self._orders):
+                if lane is not None and lane not in (lane_of(other) for _, other in self._commands):
                     stops.let_go(lane)
-                self._life.output.take_back(partition, ORDER + key, number)
+                self._life.output.delete(partition, REDRIVE + key, number)
 
     def _wanted(self, letters: list[Dead], partition: int, keys: dict[bytes, bytes]) -> list[RedriveItem]:
-        """The letters to redrive; one that stands there again, redriven or not, is not another one."""
+        """The dead letters to redrive. A repeated dead letter counts once."""
         found = []
         repeats: set[tuple[int, int, str]] = set()
         for place, dead in enumerate(letters):
             if dead.key not in keys or dead.partition != partition or dead.kind == "archived":
                 continue
-            kin = dead.offset, dead.redrives, dead.kind
-            seen = kin in repeats
-            repeats.add(kin)
+            identity = dead.offset, dead.redrives, dead.kind
+            seen = identity in repeats
+            repeats.add(identity)
             record = self._world.log.records(self._app.source, partition, start=dead.offset)[0]
             if place in self.redriven or place in self._world.durable.redriven:
-                if not seen:  # letters with its id may be left to run
+                if not seen:  # a dead letter with the same event id may still be there
                     self._redriver.ran_before(record)
                 continue
             if seen:
@@ -358,7 +358,7 @@ class CommandClerk:
 
 
 def lanes(sink: MemorySink) -> list[LaneRecord]:
-    """The lanes that the state topic says have stopped."""
+    """Stopped lanes according to the state topic."""
     return [
         decode_lane(name, partition, value)
         for (partition, name), value in sink.notes.items()

@@ -1,4 +1,4 @@
-"""Where results and dead letters go in a run of the harness."""
+"""Sink in memory: results, dead letters and the state topic of a run of the harness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Place = tuple[str, int]  # a topic and a partition
 
 _STATE = "state", 0
-"""All records of the state topic are written by one client, one after another."""
+"""One client writes all records of the state topic, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class Written:
     partition: int
     offset: int
     timestamp: int | None = None
-    """Its message's."""
+    """The timestamp of its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dead:
-    """A dead letter: the message as it came, its place in the source, and why."""
+    """A dead letter: the original message, its position in the source, and the failure."""
 
     key: bytes | None
     value: bytes | None
@@ -59,28 +59,28 @@ class Dead:
     traceback: str
     attempts: int
     kind: str = "dead"
-    """``dead``, ``archived``, or ``parked``: then ``stage`` and all about the failure may be empty."""
+    """``dead``, ``archived`` or ``parked``. A parked one may have no ``stage`` and failure."""
     park: int | None = None
-    """Where its lane was parked."""
+    """The offset at which its lane was parked."""
     redrives: int = 0
-    """How often it had been redriven before."""
+    """The number of earlier redrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HandedOver:
-    """What the sink will make durable: the write, and who is told."""
+    """A write that is not durable yet, and the callback for when it is."""
 
     write: Callable[[], None]
     tell: Callable[[], None]
 
 
 class MemorySink:
-    """The sink and the dead-letter topic: an :class:`~keylane.engine.engine.Output` that keeps what it is given.
+    """The sink, the dead-letter topic and the state topic, as an output of the engine.
 
-    Acknowledges after a while drawn from ``latency``, letters from ``letters``, progress and records from ``commits``
-    (without it progress is there at once), in order in each partition of a topic, and not during a pause. With
-    ``exactly_once`` everything is acknowledged at once and there when it is committed. Tasks that run beside each
-    other, or after each other, have one each (:meth:`of_task`).
+    It acknowledges after a time drawn from ``latency``, for dead letters from ``letters``, for commits and records of
+    the state topic from ``commits`` (without it, commits are durable at once). Acknowledgements of one partition come
+    in order, and not during a pause. With ``exactly_once`` writes are acknowledged at once, and durable when they are
+    committed. Each task has a sink of its own (:meth:`of_task`).
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class MemorySink:
         self.results: list[Written] = []
         self.dead_letters: list[Dead] = []
         self.notes: dict[tuple[int, bytes], bytes] = {}  # the state topic
-        self.undone: set[tuple[int, int]] = set()  # messages whose dead letters a transaction may take back
+        self.undone: set[tuple[int, int]] = (
+            set()
+        )  # messages whose dead letters may be in an aborted transaction
         self._app, self._sink, self._dlq = app.name, app.sink or "", app.dlq
         self._exact = app.delivery == "exactly_once"
         self._origin = bool(app.origin_time)
@@ -117,26 +119,26 @@ class MemorySink:
     def _begin(self) -> None:
         self._closed = False
         self._waiting: dict[Place, deque[_HandedOver]] = {}
-        self._last: dict[Place, float] = {}  # when the newest of a place will be acknowledged
+        self._last: dict[Place, float] = {}  # by place, when its newest write will be acknowledged
         self._open: list[Callable[[], None]] = []  # in the open transaction
-        self._batch: list[Callable[[], None]] = []  # in the one that is being committed
+        self._batch: list[Callable[[], None]] = []  # in the transaction that is being committed
         self._committing: asyncio.Event | None = None
-        self._soon: deque[Callable[[], None]] = deque()  # who is told that what was put counts
+        self._callbacks: deque[Callable[[], None]] = deque()  # callbacks of the open transaction
 
     def of_task(self) -> MemorySink:
-        """The same topics, for a task: what it has not written can be lost for itself."""
+        """A sink for one task, with the same topics. What it has not written yet can be lost separately."""
         own = copy.copy(self)
         own._begin()  # noqa: SLF001 - its own class
         return own
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Key and headers go over as they came, but for the event id. Raises Poison for one that the sink rejects."""
+        """Write a result with the key and headers of its message and its own event id. Raises Poison if rejected."""
         if self._rejections:
             self._reject()
         self._write(delivery, value, result_headers(delivery, result_id_prefix(self._app)), last=True)
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """As :meth:`result`; each has an event id of its own."""
+        """Write several results, as :meth:`result`, each with its own event id."""
         if self._rejections:
             self._reject()
         for number, (value, handler) in enumerate(values, 1):
@@ -148,7 +150,7 @@ class MemorySink:
         for rejection in self._rejections:
             within = rejection.at <= now < rejection.at + rejection.for_
             if within and self._rng.random() < rejection.chance:
-                raise Poison("the sink rejects the result")
+                raise Poison("the sink rejected the result")
 
     def _write(self, delivery: Delivery, value: bytes, headers: Headers, *, last: bool) -> None:
         key, topic, at = delivery.key, self._sink, delivery.timestamp
@@ -167,7 +169,7 @@ class MemorySink:
             )
 
         def tell() -> None:
-            if last:  # those before it are durable by now: all go to one partition
+            if last:  # the earlier ones are durable by now, because all go to one partition
                 delivery(None, None)
                 delivery.engine.settle()
 
@@ -176,7 +178,7 @@ class MemorySink:
     def letter(
         self, delivery: Delivery, letter: FailureInfo | None, kind: str, park: int | None, then: Then
     ) -> None:
-        """The message as it came, and why it is here."""
+        """Write a dead letter."""
         dead = Dead(
             key=delivery.key,
             value=delivery.original,
@@ -196,7 +198,7 @@ class MemorySink:
             self.undone.add((dead.partition, dead.offset))
         now = asyncio.get_running_loop().time()
         refused = any(refusal.at <= now < refusal.at + refusal.for_ for refusal in self._refusals)
-        problem = "refused by the test" if refused else None
+        problem = "refused by the fault schedule" if refused else None
 
         def write() -> None:
             if problem is None:
@@ -206,7 +208,7 @@ class MemorySink:
         self._hand_over((self._dlq, delivery.partition), handed_over, self._letters)
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
-        """A record of the state topic."""
+        """Write a record of the state topic."""
 
         def write() -> None:
             if value is None:
@@ -217,11 +219,11 @@ class MemorySink:
         self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: then(None)), self._notes)
 
     def put(self, write: Callable[[], None]) -> None:
-        """Anything else that is written to the state topic, behind all before it."""
+        """Make another write to the state topic, after all earlier ones."""
         self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: None), self._notes)
 
-    def take_back(self, partition: int, name: bytes, value: bytes) -> None:
-        """Take back a record of the state topic, if it is still this one when it comes to that."""
+    def delete(self, partition: int, name: bytes, value: bytes) -> None:
+        """Delete a record of the state topic, unless it has another value by then."""
 
         def write() -> None:
             if self.notes.get((partition, name)) == value:
@@ -230,9 +232,9 @@ class MemorySink:
         self._hand_over(_STATE, _HandedOver(write=write, tell=lambda: None), self._notes)
 
     async def commit(self, close: Callable[[], Callable[[], None]]) -> None:
-        """Write progress down behind everything that it counts as done, and return when it is there.
+        """Write progress after everything that it counts as done, and return when it is durable.
 
-        ``close`` is asked for it when nothing more is added. With ``exactly_once`` all of it is there at once.
+        ``close`` returns the write, when no more will be added. With ``exactly_once`` all of it is written at once.
         """
         if not self._exact:
             written = asyncio.Event()
@@ -248,11 +250,11 @@ class MemorySink:
         self._batch = batch
 
         def taken() -> None:
-            if self._batch is batch:  # else it was cut off
+            if self._batch is batch:  # else a crash came first
                 self._write_batch()
             committed.set()
 
-        # Who waits may be cancelled; what was begun goes on.
+        # The caller may be cancelled; the commit continues.
         asyncio.get_running_loop().call_later(self._rng.uniform(*self._commits), taken)
         await committed.wait()
 
@@ -262,13 +264,13 @@ class MemorySink:
             write()
 
     def close(self) -> None:
-        """The task has ended: what it has handed over may still come, and nobody is told."""
+        """End the task: its writes may still become durable, without callbacks."""
         self._closed = True
 
     def crash(self) -> None:
-        """Nothing handed over so far is acknowledged; of each partition some, the oldest, is there all the same.
+        """End the task in a crash: no more callbacks; of each partition some of the oldest writes become durable.
 
-        With ``exactly_once`` it is what the transaction holds that is just being committed, whole or not at all.
+        With ``exactly_once``, a transaction that is being committed becomes durable completely or not at all.
         """
         if self._rng.random() < 0.5:
             self._write_batch()
@@ -276,7 +278,7 @@ class MemorySink:
             for handed_over in list(waiting)[: self._rng.randint(0, len(waiting))]:
                 handed_over.write()
             waiting.clear()
-        self._begin()  # timers of before the crash hold on to the empty queues
+        self._begin()  # timers from before the crash refer to the emptied queues
         self._closed = True
 
     def _hand_over(
@@ -285,9 +287,9 @@ class MemorySink:
         loop = asyncio.get_running_loop()
         if self._exact:
             self._open.append(handed_over.write)
-            if not self._soon:
+            if not self._callbacks:
                 loop.call_soon(self._serve)
-            self._soon.append(handed_over.tell)
+            self._callbacks.append(handed_over.tell)
             return
         due = max(loop.time() + self._rng.uniform(*latency or self._latency), self._last.get(place, 0.0))
         for pause in self._pauses:
@@ -299,8 +301,8 @@ class MemorySink:
         loop.call_at(due, self._acknowledge, waiting)
 
     def _serve(self) -> None:
-        while self._soon:
-            tell = self._soon.popleft()
+        while self._callbacks:
+            tell = self._callbacks.popleft()
             if not self._closed:
                 tell()
 

@@ -212,7 +212,7 @@ def test_error_names_a_line_that_is_not_an_event(tmp_path: Path, line: str) -> N
     with path.open("a") as file:
         file.write(f"{line}\n")
     writer.end(Msg())
-    with pytest.raises(HistoryError, match=r"line 3 of .*\.history is no event"):
+    with pytest.raises(HistoryError, match=r"line 3 of .*\.history is not an event"):
         read_history(tmp_path)
 
 
