@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from keylane.telemetry.lag_monitor import LagView, PartitionView
+    from keylane.telemetry.snapshot import Snapshot
 
 _COLOURS = {LagTrend.STUCK: "bold red", LagTrend.NOT_RUNNING: "bold red", LagTrend.FALLING_BEHIND: "yellow"}
 _LONG = 366 * 86_400.0
@@ -93,33 +94,41 @@ def _reasons(view: LagView, one: PartitionView) -> Iterator[str]:
         yield "the group has no committed offset here: it has finished nothing yet, or the name is wrong"
     elif one.reached > one.offsets.at and one.movement.lag == 0:
         yield f"everything up to offset {one.reached} is done; the next commit moves the group's offset"
-    blocked = one.blocked
-    if blocked is not None:
-        name = lane_name(blocked.key, f"{blocked.partition}@{blocked.offset}")
-        yield f"{name} blocked at offset {blocked.offset} since {age(view.at - blocked.since)}"
+    yield from _lane_reasons(view, one)
+    for task in view.tasks:
+        if one.partition in task.partitions:
+            yield from _task_reasons(task, one.partition)
+    if one.movement.lag and one.movement.done <= 0 and one.pace is not LagTrend.NOT_RUNNING:
+        known = one.blocked is not None or one.retried is not None or view.starting is not None
+        yield from _standing(one, known=known)
+
+
+def _lane_reasons(view: LagView, one: PartitionView) -> Iterator[str]:
+    """Yield the lanes that hold the partition's offset back."""
+    if one.blocked is not None:
+        name = lane_name(one.blocked.key, f"{one.blocked.partition}@{one.blocked.offset}")
+        yield f"{name} blocked at offset {one.blocked.offset} since {age(view.at - one.blocked.since)}"
     if one.retried is not None:
         offset, kept = one.retried
         yield (
             f"offset {offset} failed in stage {printable(kept.stage)}, retrying for {age(view.at - kept.since)}, "
             f"next is attempt {kept.attempt}"
         )
-    for task in view.tasks:
-        if one.partition not in task.partitions:
-            continue
-        for stage, state in task.breakers.items():
-            if state in ("open", "half_open"):
-                yield f"the breaker of stage {printable(stage)} is {state.replace('_', ' ')}"
-        for hot in task.hot:
-            if hot.partition == one.partition and hot.waiting >= 100 and hot.share >= 0.05:
-                yield (
-                    f"key {printable(hot.key)} is hot: {hot.share:.0%} of its task's messages, "
-                    f"{hot.waiting:,} waiting in its lane"
-                )
-        if task.partitions[one.partition].paused:
-            yield "paused: the task's buffer is full"
-    if one.movement.lag and one.movement.done <= 0 and one.pace is not LagTrend.NOT_RUNNING:
-        known = blocked is not None or one.retried is not None or view.starting is not None
-        yield from _standing(one, known=known)
+
+
+def _task_reasons(task: Snapshot, partition: int) -> Iterator[str]:
+    """Yield what slows down the partition's task: open breakers, hot keys, a full buffer."""
+    for stage, state in task.breakers.items():
+        if state in ("open", "half_open"):
+            yield f"the breaker of stage {printable(stage)} is {state.replace('_', ' ')}"
+    for hot in task.hot:
+        if hot.partition == partition and hot.waiting >= 100 and hot.share >= 0.05:
+            yield (
+                f"key {printable(hot.key)} is hot: {hot.share:.0%} of its task's messages, "
+                f"{hot.waiting:,} waiting in its lane"
+            )
+    if task.partitions[partition].paused:
+        yield "paused: the task's buffer is full"
 
 
 def _standing(one: PartitionView, *, known: bool) -> Iterator[str]:
