@@ -23,10 +23,15 @@ from keylane.policies.failure_info import FAILURES_KEPT, FailedAttempt, FailureI
 from keylane.safe_text import valid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from keylane.engine.attempts import RetryAttempts
+    from keylane.engine.clock import Clock
+    from keylane.engine.counters import MessageCounters
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import Engine
+    from keylane.engine.duplicates import Duplicates
+    from keylane.engine.hooks import Hooks
+    from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pipeline import Pipeline
+    from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stages import Step
     from keylane.engine.stopped_lanes import StoppedLanes
     from keylane.lanes.lane_table import Lane
@@ -47,34 +52,52 @@ class FailureHandler:
     """Decides for one engine. Used on its loop only."""
 
     def __init__(
-        self, engine: Engine, app: AppSpec, steps: Sequence[Step], *, rng: Callable[[], float]
+        self,
+        app: AppSpec,
+        pipeline: Pipeline,
+        *,
+        lanes: LaneScheduler,
+        stopped_lanes: StoppedLanes,
+        attempts: RetryAttempts,
+        duplicates: Duplicates,
+        counters: MessageCounters,
+        hooks: Hooks,
+        clock: Clock,
+        life: Lifecycle,
+        rng: Callable[[], float],
     ) -> None:
-        self._engine = engine
-        self.hooks = engine.hooks
+        self.hooks = hooks
+        self._pipeline = pipeline
+        self._lanes = lanes
+        self._stopped_lanes = stopped_lanes
+        self._attempts = attempts
+        self._duplicates = duplicates
+        self._counters = counters
+        self._clock = clock
+        self._life = life
         self._app = app
         self._policy = app.on_failure
         self._rng = rng
         self._flood = FailureRate(app.failure_guard) if app.failure_guard is not None else None
         self._observer = app.observer
-        self._retries = {step.name: step.retry for step in steps}
-        for step in steps:
+        self._retries = {step.name: step.retry for step in pipeline.opened}
+        for step in pipeline.opened:
             if step.gate is not None:
-                step.gate.attach(resume=engine.resume, tell=self._breaker)
+                step.gate.attach(resume=lanes.resume, tell=self._breaker)
 
     def failed(
         self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
     ) -> None:
         """An attempt at the lane's head ended in this error. With ``step`` it failed there, before any attempt."""
-        engine = self._engine
         if isinstance(error, BreakerOpenError):
             self.ended(delivery, "held")
             delivery.attempts -= 1  # it did not get to the stage
-            engine.table.hold(lane, engine.now())
+            self._lanes.wait_for_breaker(lane)
             error.gate.wait(lane)
             return
         ended = self.ended if step is None else _untold
-        step = step or engine.step_of(delivery)
-        wall = engine.wall()
+        step = step or self._pipeline.step_of(delivery)
+        wall = self._clock.wall()
         verdict = classify(error, step.rules)
         failure_state = self._note(delivery, step.name, error, wall)
         if verdict.failure is FailureKind.TRANSIENT:
@@ -87,23 +110,23 @@ class FailureHandler:
                 return
         self._give_up(lane, delivery, _letter(step.name, error, delivery, failure_state, wall), ended)
 
-    def passed(self, delivery: Delivery) -> None:
+    def succeeded(self, delivery: Delivery) -> None:
         """A message in trouble came through."""
         if delivery.failure_state is not None and delivery.failure_state.letter is not None:
-            self._engine.duplicates.came_through(delivery)
+            self._duplicates.came_through(delivery)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery, failure_state: FailureState) -> bool:
         """Whether a message that came back with attempts from before may run now; if not, its lane waits."""
         if failure_state.due:
-            wall = self._engine.wall()
-            retry = self._retries.get(failure_state.stage) or self._engine.step_of(delivery).retry
+            wall = self._clock.wall()
+            retry = self._retries.get(failure_state.stage) or self._pipeline.step_of(delivery).retry
             wait = min(failure_state.due - wall, retry.longest)  # another machine's clock may have set it
             failure_state.due = 0.0
             if wait > 0:
-                self._engine.attempts.postpone(delivery, wall + wait)
-                self._engine.sleep(lane, wait)
+                self._attempts.postpone(delivery, wall + wait)
+                self._lanes.retry_after(lane, wait)
                 return False
-        delivery.attempt = failure_state.attempt_at(self._engine.step_of(delivery).name)
+        delivery.attempt = failure_state.attempt_at(self._pipeline.step_of(delivery).name)
         return True
 
     def _note(self, delivery: Delivery, stage: str, error: BaseException, wall: float) -> FailureState:
@@ -127,7 +150,7 @@ class FailureHandler:
         error: BaseException,
         wait: float,
     ) -> None:
-        self._engine.counters.retries += 1
+        self._counters.retries += 1
         self.hooks.call("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
         if failure_state.letter is None:  # else its attempts are counted by its redrive
@@ -136,27 +159,27 @@ class FailureHandler:
                 attempt=failure_state.attempt,
                 attempts=delivery.attempts,
                 since=failure_state.since,
-                due=self._engine.wall() + wait,
+                due=self._clock.wall() + wait,
                 slot=self._app.slot_of(delivery.key, delivery.offset),
                 waited=failure_state.waited,
                 lives=failure_state.lives,
             )
-            self._engine.attempts.record(delivery, state)
-        self._engine.sleep(lane, wait)
+            self._attempts.record(delivery, state)
+        self._lanes.retry_after(lane, wait)
 
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
         """The app's policy. A redriven message lies among the dead letters, and its lane went on without it."""
-        engine, policy = self._engine, self._policy
+        policy = self._policy
         delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_LIMIT]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
         if self._flood is not None and not redriven:
             why = self._flood.failed(
-                delivery.key if delivery.key is not None else delivery.offset, engine.counters.passed
+                delivery.key if delivery.key is not None else delivery.offset, self._counters.passed
             )
             if why is not None:
                 ended(delivery, "held")
-                engine.table.stop(lane, engine.now())
-                engine.fail(_flooded(self._app, why, delivery, letter))
+                self._lanes.stop(lane)
+                self._life.fail(_flooded(self._app, why, delivery, letter))
                 return
         log.warning(
             "%s: %s key=%r stage=%s attempts=%d: %s",
@@ -168,11 +191,11 @@ class FailureHandler:
             delivery.error,
             extra=where(delivery, stage=letter.stage, attempts=letter.attempts, error=delivery.error),
         )
-        if redriven and engine.stopped_lanes.is_parked(lane.key):  # type: ignore[arg-type]  # letters of parked lanes have one
+        if redriven and self._stopped_lanes.is_parked(lane.key):  # type: ignore[arg-type]  # letters of parked lanes have one
             ended(delivery, "retry")
-            engine.stopped_lanes.park_again(lane, delivery, letter)
+            self._stopped_lanes.park_again(lane, delivery, letter)
         else:
-            failed = _Failed(self, engine.stopped_lanes, policy, lane, delivery, letter, ended)
+            failed = _Failed(self, self._stopped_lanes, policy, lane, delivery, letter, ended)
             if redriven:
                 failed.skip()
             else:

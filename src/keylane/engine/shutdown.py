@@ -10,12 +10,11 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from keylane.engine.engine import Engine
     from keylane.engine.stages import Step
 
 log = logging.getLogger("keylane.task")
@@ -23,10 +22,16 @@ log = logging.getLogger("keylane.task")
 _EXIT_CODE = 70
 
 
-async def end_stages(engine: Engine, owner: str) -> None:
+class Abortable(Protocol):
+    """An engine, as far as its end is concerned."""
+
+    async def abort(self) -> bool:
+        """Cancel what runs; False if a stage keeps running."""
+
+
+async def end_stages(engine: Abortable, owner: str) -> None:
     """Cancel all running stages. Ends the process if one of them keeps running."""
-    await engine.abort()
-    if engine.stubborn:
+    if not await engine.abort():
         _end_process(owner, "a stage swallows its cancellation and keeps running")
 
 

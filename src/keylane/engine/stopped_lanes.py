@@ -21,10 +21,18 @@ from keylane.outcome import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from keylane.engine.acknowledgements import Acknowledgements
+    from keylane.engine.attempts import RetryAttempts
+    from keylane.engine.clock import Clock
+    from keylane.engine.counters import MessageCounters
     from keylane.engine.delivery import Delivery
-    from keylane.engine.engine import Engine
+    from keylane.engine.duplicates import Duplicates
+    from keylane.engine.hooks import Hooks
+    from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.output import Output, Then
+    from keylane.engine.scheduler import LaneScheduler
     from keylane.lanes.lane_table import Lane
+    from keylane.offsets.watermark import PartitionProgress
     from keylane.policies.failure_info import FailureInfo
 
 log = logging.getLogger("keylane.engine")
@@ -46,11 +54,37 @@ Name = bytes | tuple[int, int]
 class StoppedLanes:
     """Of one engine; used on its loop only. ``records`` is what the state topic says, or is about to."""
 
-    def __init__(self, engine: Engine, output: Output) -> None:
+    def __init__(
+        self,
+        output: Output,
+        *,
+        lanes: LaneScheduler,
+        acks: Acknowledgements,
+        attempts: RetryAttempts,
+        duplicates: Duplicates,
+        counters: MessageCounters,
+        hooks: Hooks,
+        clock: Clock,
+        life: Lifecycle,
+        spans_partitions: bool,
+        progress: Callable[[int], PartitionProgress] | None,
+        read_to: Callable[[int], int | None],
+    ) -> None:
         self.records: dict[Name, LaneRecord] = {}
         self.held: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are redriven
-        self._engine = engine
+        self.on_redriven: Callable[[bytes], None] = lambda _key: None  # written by the engine, once
         self._output = output
+        self._lanes = lanes
+        self._acks = acks
+        self._attempts = attempts
+        self._duplicates = duplicates
+        self._counters = counters
+        self._hooks = hooks
+        self._clock = clock
+        self._life = life
+        self._spans_partitions = spans_partitions
+        self._progress = progress
+        self._read_to = read_to
         self._at: dict[Name, Lane[Delivery]] = {}  # blocked lanes that stand before their message
         self._kept_back: set[bytes] = set()  # lanes that have stopped for their redrive, and for nothing else
         self._parking: set[bytes | None] = set()  # lanes whose record is not durable yet
@@ -64,13 +98,12 @@ class StoppedLanes:
         for record in records:
             self.records[_name(record)] = record
             if record.stop is LaneStatus.BLOCKED:
-                self._engine.attempts.forget(record.partition, record.offset)
+                self._attempts.forget(record.partition, record.offset)
         for key in held:
             self.hold(key)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         """Whether the lane's head may run now; if not, it was dealt with."""
-        engine = self._engine
         redriven = delivery.redriven
         key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
         redrive = None if key is None else self.held.get(key)
@@ -80,12 +113,12 @@ class StoppedLanes:
                 return False
             if not redriven:
                 if due := redrive.due(lambda letter: self._comes_next(lane, letter)):
-                    engine.table.stop(lane, engine.now())
+                    self._lanes.stop(lane)
                     self._insert(key, due)
                     return False
                 if not redrive.may_pass:
                     self._kept_back.add(key)
-                    engine.table.stop(lane, engine.now())
+                    self._lanes.stop(lane)
                     return False
         name = key if key is not None else (delivery.partition, delivery.offset)
         record = self.records.get(name)
@@ -97,27 +130,27 @@ class StoppedLanes:
                 if not parked:
                     self._leave(lane, delivery)
                     return False
-                if not engine.duplicates.was_redriven(delivery):
+                if not self._duplicates.was_redriven(delivery):
                     return True
-                engine.pass_over(lane, delivery)
+                self._lanes.pass_over(lane, delivery)
                 return False
             if parked:  # it is older than the next letter, and has none itself
                 self._begin_again(delivery, record)
-                engine.duplicates.came_through(delivery)  # a letter that repeats its event comes after it
+                self._duplicates.came_through(delivery)  # a letter that repeats its event comes after it
                 return True
             if self._ran_before(delivery, record):
-                engine.pass_over(lane, delivery)
+                self._lanes.pass_over(lane, delivery)
             else:
                 self._park(lane, delivery, record)
             return False
         if (
             record.partition != delivery.partition
-            and engine.spans_partitions
+            and self._spans_partitions
             and record.stop is LaneStatus.BLOCKED
             and not redriven
         ):
             self._at[name] = lane  # what comes from another partition waits as well
-            engine.table.stop(lane, engine.now())
+            self._lanes.stop(lane)
             return False
         if redriven or record.partition != delivery.partition or delivery.offset < record.offset:
             return True
@@ -136,35 +169,33 @@ class StoppedLanes:
             self.bury(lane, delivery, record.letter, Outcome.SKIPPED)
         else:
             self._at[name] = lane
-            engine.table.stop(lane, engine.now())
+            self._lanes.stop(lane)
         return False
 
     def _leave(self, lane: Lane[Delivery], letter: Delivery) -> None:
         """The letter does not run: its lane stopped again before its turn. It stays a dead letter."""
         letter.outcome = Outcome.PARKED
-        self._engine.table.passed(lane)
-        self._engine.acknowledge(letter)
+        self._lanes.finish(lane, letter)
 
     def _begin_again(self, delivery: Delivery, record: LaneRecord) -> None:
         """If this is the message at which the lane stopped, it has all its attempts again."""
         if (delivery.partition, delivery.offset) == (record.partition, record.offset):
             delivery.failure_state, delivery.attempt, delivery.error = None, 1, None
-            self._engine.attempts.forget(delivery.partition, delivery.offset)
+            self._attempts.forget(delivery.partition, delivery.offset)
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
         """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
-        repeats = self._engine.duplicates.waiting.get((delivery.partition, delivery.offset))
+        repeats = self._duplicates.waiting.get((delivery.partition, delivery.offset))
         return repeats is not None and record.partition == delivery.partition and repeats < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """Write a record; the engine does not rest before it is answered."""
-        engine = self._engine
-        engine.promised += 1
+        self._acks.expect_answer()
 
         def answered(problem: str | None) -> None:
-            engine.promised -= 1
+            self._acks.answered()
             then(problem)
-            engine.changed()
+            self._life.changed()
 
         self._output.note(partition, name, value, answered)
 
@@ -192,8 +223,7 @@ class StoppedLanes:
                 if problem is not None:  # the letter it came from is still there: it stays where it lies
                     log.error("%s failed again and has no new letter: %s", delivery.position, problem)
                     delivery.outcome = Outcome.PARKED
-                self._engine.table.passed(lane)
-                self._engine.acknowledge(delivery)
+                self._lanes.finish(lane, delivery)
             else:
                 delivery.outcome = Outcome.OK
                 self._halt(lane, delivery, letter, f"its dead letter could not be written: {problem}")
@@ -214,8 +244,7 @@ class StoppedLanes:
 
     def park(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo) -> None:
         """Stop the lane until its record is durable; then this message and all that follow go to the letters."""
-        engine = self._engine
-        engine.table.stop(lane, engine.now())
+        self._lanes.stop(lane)
         record = self._record(delivery, letter, LaneStatus.PARKED)
         if record is None:
             return
@@ -231,15 +260,14 @@ class StoppedLanes:
             self.records[_name(record)] = record
             if record.letter is not letter:
                 self._full[_name(record)] = letter
-            engine.resume(lane)
+            self._lanes.resume(lane)
 
         self._note(record.partition, record.name, record.encode(), recorded)
 
     def park_again(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo) -> None:
         """A redriven message of a parked lane failed again: it and the rest stay where they lie."""
-        engine = self._engine
         record = record_of(
-            delivery, letter, LaneStatus.PARKED, engine.wall(), why="it failed again when redriven"
+            delivery, letter, LaneStatus.PARKED, self._clock.wall(), why="it failed again when redriven"
         )
         self.records[_name(record)] = record
         if record.key is not None and record.key in self.held:
@@ -254,16 +282,14 @@ class StoppedLanes:
             letter = self._full.pop(_name(record), letter)
         if letter is not None:
             delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"
-            self._engine.hooks.call("dead", delivery, letter)
-
-        engine = self._engine
+            self._hooks.call("dead", delivery, letter)
 
         def send() -> None:
             self._output.letter(delivery, letter, "parked", record.offset, written)
 
         def written(problem: str | None) -> None:
             if problem is None:
-                engine.acknowledge(delivery)
+                self._acks.acknowledge(delivery)
                 return
             # Nothing behind it is done before it is, and a redrive goes by the order of the source: it may come late.
             log.error(
@@ -274,13 +300,13 @@ class StoppedLanes:
                 _AGAIN,
                 extra=where(delivery, error=problem, stop="parked"),
             )
-            engine.later(_AGAIN, send)
+            self._clock.after(_AGAIN, send)
 
         send()
-        engine.table.passed(lane)
+        self._lanes.passed(lane)
 
     def _halt(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, why: str) -> None:
-        self._engine.table.stop(lane, self._engine.now())
+        self._lanes.stop(lane)
         self._stay(lane, delivery, letter, why)
 
     def _stay(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, why: str) -> None:
@@ -301,10 +327,8 @@ class StoppedLanes:
             ),
         )
         self._note(record.partition, record.name, record.encode(), _unheard)
-        self._engine.attempts.forget(
-            record.partition, record.offset
-        )  # in the record's transaction, or a later one
-        self._engine.changed()
+        self._attempts.forget(record.partition, record.offset)  # in the record's transaction, or a later one
+        self._life.changed()
 
     def _record(
         self, delivery: Delivery, letter: FailureInfo, stop: LaneStatus, why: str = ""
@@ -315,7 +339,7 @@ class StoppedLanes:
         """
         stopped = len(self.records) + len(self._parking)
         if stopped >= STOPPED_LANES_MAX:
-            self._engine.fail(
+            self._life.fail(
                 FailureGuardError(
                     f"{stopped:,} lanes have stopped, which is all that one task keeps; the next one failed "
                     f"at {delivery.position}: {letter.message[:BRIEF_CHARACTERS]}.",
@@ -326,7 +350,7 @@ class StoppedLanes:
             return None
         if stopped >= FULL_RECORDS:
             letter = replace(letter, message=letter.message[:BRIEF_CHARACTERS], traceback="", failures=())
-        return record_of(delivery, letter, stop, self._engine.wall(), why)
+        return record_of(delivery, letter, stop, self._clock.wall(), why)
 
     # What an operator orders.
 
@@ -346,7 +370,7 @@ class StoppedLanes:
             if delivery is not None:
                 self._begin_again(delivery, record)
             del self._at[name]
-            self._engine.resume(lane)
+            self._lanes.resume(lane)
         return None
 
     def skip(self, name: Name, partition: int, offset: int) -> str | None:
@@ -368,7 +392,7 @@ class StoppedLanes:
 
         def recorded(_problem: str | None) -> None:
             if lane is not None:
-                self._engine.resume(lane)  # it meets its record, and is buried
+                self._lanes.resume(lane)  # it meets its record, and is buried
 
         self._note(record.partition, record.name, skipping.encode(), recorded)
         return None
@@ -397,7 +421,7 @@ class StoppedLanes:
 
     def settled(self, key: bytes) -> bool:
         """Whether nothing of this lane runs, or is on its way to the dead letters."""
-        lane = self._engine.table.lanes.get(key)
+        lane = self._lanes.get(key)
         if key in self._parking:
             return False
         return lane is None or (lane.first is lane.head and lane.state is not LaneState.RUNNING)
@@ -421,12 +445,12 @@ class StoppedLanes:
 
     def offer(self, key: bytes) -> None:
         """Let the redriven messages into their lane whose turn it is; those of a lane that moves come at its turns."""
-        redrive, lane = self.held[key], self._engine.table.lanes.get(key)
+        redrive, lane = self.held[key], self._lanes.get(key)
         if lane is not None and lane.head is not None and lane.state is not LaneState.STOPPED:
             return
         if lane is not None and lane.state is LaneState.RETURNING:
             return
-        if key in self._parking or self._engine.draining:
+        if key in self._parking or self._lanes.draining:
             return
         blocked = lane is not None and self._at.get(key) is lane
         due = redrive.due(lambda letter: self._comes_next(lane, letter))
@@ -440,9 +464,9 @@ class StoppedLanes:
 
     def _go_on(self, key: bytes) -> None:
         """A lane goes on that had stopped for its redrive."""
-        lane = self._engine.table.lanes.get(key)
+        lane = self._lanes.get(key)
         if key in self._kept_back and lane is not None:
-            self._engine.resume(lane)
+            self._lanes.resume(lane)
         self._kept_back.discard(key)
 
     def _comes_next(self, lane: Lane[Delivery] | None, letter: Delivery) -> bool:
@@ -452,7 +476,7 @@ class StoppedLanes:
             not letter.failure_state.in_source
         ):  # from another topic, or the one before: older than all there is
             return True
-        read_to = self._engine.read_to(letter.partition)
+        read_to = self._read_to(letter.partition)
         if read_to is not None and read_to < letter.offset:
             return False
         entry = None if lane is None else lane.head
@@ -468,31 +492,25 @@ class StoppedLanes:
     def _insert(self, key: bytes | None, letters: Sequence[Delivery]) -> None:
         """Put these before everything in the lane that has not begun."""
         self._pass_over_in_the_log(letters)
-        lane = self._engine.table.insert(key, letters)
-        self._engine.took_in(len(letters))
-        if lane.state is LaneState.STOPPED:
-            if key is not None:
-                self._kept_back.discard(key)
-            self._engine.resume(lane)
-        else:
-            self._engine.changed()
+        self._counters.accepted += len(letters)
+        if self._lanes.insert(key, letters) and key is not None:
+            self._kept_back.discard(key)
 
     def _pass_over_in_the_log(self, letters: Sequence[Delivery]) -> None:
         """After a crash messages may come from the log again that have letters: they run from there."""
-        engine = self._engine
-        if engine.progress is None:
+        if self._progress is None:
             return
         for partition in {letter.partition for letter in letters}:
-            if engine.read_to(partition) is None:  # another task's
+            if self._read_to(partition) is None:  # another task's
                 continue
-            progress = engine.progress(partition)
+            progress = self._progress(partition)
             for letter in letters:
                 place = letter.partition, letter.offset
                 assert letter.failure_state is not None  # noqa: S101 - redriven messages have a letter
                 if partition != letter.partition or not letter.failure_state.in_source:
                     continue
-                if place not in engine.duplicates.waiting and not progress.is_done(letter.offset):
-                    engine.duplicates.waiting[place] = letter.offset
+                if place not in self._duplicates.waiting and not progress.is_done(letter.offset):
+                    self._duplicates.waiting[place] = letter.offset
                     self._repeats[place] = letter
 
     def repeats(self, delivery: Delivery) -> bool:
@@ -507,7 +525,7 @@ class StoppedLanes:
         was, came = letter.record, delivery.record
         if (was.key(), was.value(), was.timestamp()) == (came.key(), came.value(), came.timestamp()):
             return True
-        del self._engine.duplicates.waiting[place]
+        del self._duplicates.waiting[place]
         return False
 
     def withdraw(self, key: bytes) -> None:
@@ -517,18 +535,16 @@ class StoppedLanes:
 
     def let_go(self, key: bytes) -> None:
         """The redrive of this lane is over. A lane that was parked is so no more, unless it was parked again."""
-        engine = self._engine
         record = self.records.get(key)
 
         def recorded(_problem: str | None) -> None:
             self.held.pop(key, None)
             self._go_on(key)
-            if engine.versions is not None:
-                engine.versions.go_on(key)
+            self.on_redriven(key)
 
         if self.is_parked(key) and record is not None:
             self.held[key].parked = False
-            lane = engine.table.lanes.get(key)
+            lane = self._lanes.get(key)
             if lane is not None and lane.head is not None:
                 self._begin_again(lane.head, record)
             del self.records[key]

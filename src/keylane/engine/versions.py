@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from keylane.engine.engine import Engine
+    from keylane.engine.clock import Clock
+    from keylane.engine.failure_handler import FailureHandler
+    from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pipeline import Pipeline
+    from keylane.engine.refetch import Refetches
+    from keylane.engine.scheduler import LaneScheduler
+    from keylane.engine.stopped_lanes import StoppedLanes
     from keylane.engine.version_store import Name, VersionStore
     from keylane.message import Message
     from keylane.spec import AppSpec
@@ -111,11 +117,29 @@ class Versions:
     """Of one engine; used on its loop only. ``store`` knows the entities that are done."""
 
     def __init__(
-        self, rule: VersionOrdering, engine: Engine, app: AppSpec, table: VersionedTable, store: VersionStore
+        self,
+        rule: VersionOrdering,
+        app: AppSpec,
+        table: VersionedTable,
+        store: VersionStore,
+        *,
+        pipeline: Pipeline,
+        lanes: LaneScheduler,
+        failures: FailureHandler,
+        stopped_lanes: StoppedLanes,
+        refetches: Refetches,
+        clock: Clock,
+        life: Lifecycle,
     ) -> None:
         self.holding = 0  # messages that wait, or are being read again
         self._rule = rule
-        self._engine = engine
+        self._pipeline = pipeline
+        self._lanes = lanes
+        self._failures = failures
+        self._stopped_lanes = stopped_lanes
+        self._refetches = refetches
+        self._clock = clock
+        self._life = life
         self._table = table
         self._store = store
         self._read = reader_of(rule)
@@ -168,7 +192,7 @@ class Versions:
             return self._starts(delivery)
         if fits is VersionFit.STALE:
             if self._rule.on_stale == "skip":
-                self._engine.pass_over(lane, delivery, Outcome.STALE)
+                self._lanes.pass_over(lane, delivery, Outcome.STALE)
             else:
                 passed = "" if mark is None else f": version {mark.passed} has passed"
                 self._fail(lane, delivery, Poison(f"version {version} is stale{passed}"))
@@ -267,12 +291,12 @@ class Versions:
 
     def _number(self, delivery: Delivery) -> int | None:
         if not self._header:
-            self._engine.decode(delivery)
+            self._pipeline.decode_value(delivery)
         return self._read(delivery)
 
     def _starts(self, delivery: Delivery) -> bool:
         if delivery.decoded and not delivery.attempts:
-            delivery.started = self._engine.wall()
+            delivery.started = self._clock.wall()
         return True
 
     def _early(
@@ -324,7 +348,7 @@ class Versions:
         return text
 
     def _fail(self, lane: Lane[Delivery], delivery: Delivery, error: BaseException) -> None:
-        self._engine.failure_handler.failed(lane, delivery, error, self._step)
+        self._failures.failed(lane, delivery, error, self._step)
 
     def _name(self, delivery: Delivery) -> Name:
         """The entity of a message. That of a letter is where its key is now: its partition may have been another."""
@@ -359,7 +383,7 @@ class Versions:
     # Waiting.
 
     def _hold(self, lane: Lane[Delivery], delivery: Delivery, version: int) -> None:
-        engine, failure_state = self._engine, delivery.failure_state
+        failure_state = delivery.failure_state
         key, place = delivery.key or b"", _place(delivery)
         self._table.set_aside(lane)
         del self._numbers[place]
@@ -368,15 +392,15 @@ class Versions:
         held = _Held(
             delivery,
             version,
-            engine.wall(),
+            self._clock.wall(),
             self._name(delivery),
             self._slot_of(delivery.key, delivery.offset),
         )
-        due = engine.now() + self._rule.wait
+        due = self._clock.now() + self._rule.wait
         if failure_state is not None and failure_state.waited:  # from before a restart
             held.since, held.lives = failure_state.waited, failure_state.lives + 1
             grace = min(_GRACE, self._rule.wait) if held.lives <= _LIVES else 0.0
-            due = engine.now() + max(held.since + self._rule.wait - engine.wall(), grace)
+            due = self._clock.now() + max(held.since + self._rule.wait - self._clock.wall(), grace)
         self.holding += 1
         self._in_memory += 1
         self._keep(key, held)
@@ -393,15 +417,15 @@ class Versions:
     def _let_go(self, held: _Held) -> None:
         """Keep only its place: what it waits for must still be read."""
         delivery = held.delivery
-        if delivery is None or held.redriven or delivery.attempts or not self._engine.refetches.possible:
+        if delivery is None or held.redriven or delivery.attempts or not self._refetches.possible:
             return
         held.delivery = None
         self._in_memory -= 1
-        self._engine.refetches.evicted(delivery)
+        self._refetches.evicted(delivery)
 
     def _kept_back(self, key: bytes, held: _Held) -> bool:
         """Whether its lane does not take it now: it has stopped, or is being redriven and this is no letter."""
-        return not held.redriven and (key in self._engine.stopped_lanes.held or self._stopped(key))
+        return not held.redriven and (key in self._stopped_lanes.held or self._stopped(key))
 
     def _stopped(self, key: bytes) -> bool:
         lane = self._table.lanes.get(key)
@@ -440,7 +464,7 @@ class Versions:
             self._in_memory -= 1
             self._insert(key, held, held.delivery)
         else:
-            self._engine.refetches.request(
+            self._refetches.request(
                 key, held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
             )
 
@@ -454,12 +478,12 @@ class Versions:
             held.delivery, held.waits = found[0], True
             self._in_memory += 1
             self._keep(key, held)
-            heappush(self._due, (self._engine.now() + self._rule.wait, next(self._numbering), key, held))
+            heappush(self._due, (self._clock.now() + self._rule.wait, next(self._numbering), key, held))
         else:
             self.holding -= 1
             self._bring_next(key)
         self._arm()
-        self._engine.changed()
+        self._life.changed()
 
     def _insert(self, key: bytes, held: _Held, delivery: Delivery) -> None:
         place = held.place
@@ -469,7 +493,7 @@ class Versions:
         held.delivery = None  # the clock may know it for a while
         self.holding -= 1
         self._arm()
-        self._engine.put_back(key, [delivery])
+        self._lanes.insert(key, [delivery])
 
     # The clock.
 
@@ -485,11 +509,11 @@ class Versions:
             self._timer = None
         if due is not None and self._timer is None:
             self._timer_due = due
-            self._timer = self._engine.at(due, self._expire)
+            self._timer = self._clock.at(due, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        now = max(self._engine.now(), self._timer_due)
+        now = max(self._clock.now(), self._timer_due)
         while self._due and self._due[0][0] <= now:
             _, _, key, held = heappop(self._due)
             if not held.waits:
