@@ -12,7 +12,7 @@ from pathlib import Path
 
 import confluent_kafka
 
-from keylane.broker.jars import KAFKA
+from keylane.broker.jars import KAFKA_VERSION
 from keylane.spark.java import describe_java
 
 _ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def facts() -> dict[str, str]:
         "Python": platform.python_version(),
         "Java": java[1] if java else "?",
         "Go": _said(["go", "env", "GOVERSION"]).removeprefix("go"),
-        "Kafka": KAFKA,
+        "Kafka": KAFKA_VERSION,
         "Spark": version("pyspark"),
         "confluent-kafka": version("confluent-kafka"),
         "librdkafka": confluent_kafka.libversion()[0],

@@ -1,4 +1,4 @@
-"""The embedded broker, run for real."""
+"""Embedded broker: real Kafka nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUPS = "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand"
 
 @pytest.fixture(scope="module", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A registry of our own, so that no broker of the developer's is seen or stopped."""
+    """A separate registry, so that the developer's own brokers are neither seen nor stopped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEYLANE_STATE", str(tmp_path_factory.mktemp("state")))
         yield
@@ -52,7 +52,7 @@ def create(bootstrap: str, topic: str, *, partitions: int = 1, replicas: int = -
 
 
 def produce(bootstrap: str, topic: str, values: Sequence[bytes], *, transaction: str | None = None) -> None:
-    """Sends messages, and returns when all in-sync replicas have them."""
+    """Send messages, and return when all in-sync replicas have them."""
     settings: dict[str, str | int | float | bool | None] = {"bootstrap.servers": bootstrap, "acks": "all"}
     if transaction is not None:
         settings["transactional.id"] = transaction
@@ -70,7 +70,7 @@ def produce(bootstrap: str, topic: str, values: Sequence[bytes], *, transaction:
 
 
 def consume(bootstrap: str, topic: str, count: int, *, group: str | None = None) -> list[bytes | None]:
-    """Reads partition 0 from the start; commits if a group is named."""
+    """Read partition 0 from the start; commits if a group is given."""
     name = group or f"g-{uuid.uuid4()}"
     consumer = Consumer(
         {"bootstrap.servers": bootstrap, "group.id": name, "enable.auto.commit": False, "log_level": 0}
@@ -90,7 +90,7 @@ def consume(bootstrap: str, topic: str, count: int, *, group: str | None = None)
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Waits until it is true; the time-out of the test is the limit."""
+    """Wait until it is true, at most until the time-out of the test."""
     while not true():
         time.sleep(0.05)
 
@@ -103,25 +103,25 @@ def in_sync(bootstrap: str, topic: str) -> list[int]:
 VALUES = [b"message %d" % number for number in range(100)]
 
 
-def test_messages_come_back_as_they_were_sent(broker: Broker) -> None:
+def test_messages_are_read_as_they_were_sent(broker: Broker) -> None:
     create(broker.bootstrap, "plain")
     produce(broker.bootstrap, "plain", VALUES)
     assert consume(broker.bootstrap, "plain", 100) == VALUES
 
 
-def test_transactions_work(broker: Broker) -> None:
+def test_transactional_messages_are_read(broker: Broker) -> None:
     create(broker.bootstrap, "transactions")
     produce(broker.bootstrap, "transactions", VALUES, transaction="t1")
     assert consume(broker.bootstrap, "transactions", 100) == VALUES
 
 
-def test_topics_do_not_appear_by_themselves(broker: Broker) -> None:
+def test_topics_are_not_created_automatically(broker: Broker) -> None:
     admin = AdminClient({"bootstrap.servers": broker.bootstrap})
     admin.list_topics("misspelt", timeout=10)
     assert "misspelt" not in admin.list_topics(timeout=10).topics
 
 
-def test_kafkas_consumer_groups_tool_shows_a_groups_lag(broker: Broker) -> None:
+def test_consumer_groups_tool_shows_a_groups_lag(broker: Broker) -> None:
     create(broker.bootstrap, "lagging")
     produce(broker.bootstrap, "lagging", VALUES)
     consume(broker.bootstrap, "lagging", 100, group="tool-group")
@@ -131,19 +131,19 @@ def test_kafkas_consumer_groups_tool_shows_a_groups_lag(broker: Broker) -> None:
     assert row[:6] == ["tool-group", "lagging", "0", "100", "107", "7"]
 
 
-def test_a_tool_that_fails_says_why(broker: Broker) -> None:
+def test_failed_tool_shows_its_output(broker: Broker) -> None:
     with pytest.raises(EmbeddedBrokerError, match=r"failed with exit code 1:[\s\S]*no-such-option"):
         broker.tool(GROUPS, "--no-such-option")
 
 
-def test_a_node_has_a_log_and_listens_on_loopback_only(broker: Broker) -> None:
+def test_node_has_a_log_and_listens_on_loopback_only(broker: Broker) -> None:
     node = broker.nodes[0]
     assert "Kafka Server started" in node.log.read_text()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", node.port), timeout=2)
 
 
-def test_the_terminals_ctrl_c_does_not_reach_the_broker(broker: Broker) -> None:
+def test_terminals_ctrl_c_does_not_reach_the_broker(broker: Broker) -> None:
     assert os.getsid(broker.nodes[0].pid) != os.getsid(0)
     assert os.getpgid(broker.nodes[0].pid) != os.getpgid(0)
 
@@ -167,7 +167,7 @@ def test_two_brokers_run_side_by_side(broker: Broker) -> None:
     assert [each.id for each in Broker.list()] == [broker.id]
 
 
-def test_a_suspended_node_goes_on_where_it_was(broker: Broker) -> None:
+def test_suspended_node_continues_after_resume(broker: Broker) -> None:
     create(broker.bootstrap, "frozen")
     broker.nodes[0].suspend()
     quick = Producer({"bootstrap.servers": broker.bootstrap, "message.timeout.ms": 20_000})
@@ -178,7 +178,7 @@ def test_a_suspended_node_goes_on_where_it_was(broker: Broker) -> None:
     assert consume(broker.bootstrap, "frozen", 1) == [b"patience"]
 
 
-def test_kept_data_is_found_again_by_the_next_broker(tmp_path: Path) -> None:
+def test_kept_data_is_used_by_the_next_broker(tmp_path: Path) -> None:
     with Broker(data=tmp_path / "kafka", settings={"num.partitions": 3}) as first:
         create(first.bootstrap, "kept")
         produce(first.bootstrap, "kept", VALUES)
@@ -194,8 +194,8 @@ def test_kept_data_is_found_again_by_the_next_broker(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_three_nodes_survive_the_loss_of_one_and_take_it_back() -> None:
-    # A killed node counts as up until its session ends, after 9 s if nothing else is said.
+def test_three_nodes_survive_the_loss_of_one() -> None:
+    # A killed node counts as up until its session ends, by default after 9 s.
     settings = {"broker.session.timeout.ms": 3000, "broker.heartbeat.interval.ms": 500}
     with Broker(nodes=3, settings=settings) as trio:
         create(trio.bootstrap, "replicated")
@@ -215,11 +215,11 @@ def test_three_nodes_survive_the_loss_of_one_and_take_it_back() -> None:
         assert consume(f"127.0.0.1:{victim.port}", "replicated", 100) == VALUES
         assert trio.state.value == "running"
         assert Broker.find(trio.id).nodes[1].pid == victim.pid
-        with pytest.raises(EmbeddedBrokerError, match="node 2 runs already"):
+        with pytest.raises(EmbeddedBrokerError, match="node 2 is already running"):
             victim.start()
 
 
-def test_a_taken_port_is_named_before_anything_starts(
+def test_taken_port_is_named_before_anything_starts(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -234,9 +234,7 @@ def test_a_taken_port_is_named_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_port_that_is_taken_at_the_last_moment_is_named_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_port_taken_during_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -248,7 +246,7 @@ def test_a_port_that_is_taken_at_the_last_moment_is_named_too(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ports.free_ports
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -261,14 +259,14 @@ def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch
             assert broker.nodes[0].port != taken
 
 
-def test_a_node_that_does_not_start_shows_its_last_log_lines() -> None:
+def test_node_that_does_not_start_shows_its_log() -> None:
     with pytest.raises(
         EmbeddedBrokerError, match=r"node 1 ended while it was starting[\s\S]*num\.io\.threads"
     ):
         Broker(settings={"num.io.threads": "many"}).start()
 
 
-def test_a_start_that_takes_too_long_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_times_out_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[registry.BrokerRecord] = []
     monkeypatch.setattr(cluster, "_save", seen.append)
     with pytest.raises(EmbeddedBrokerError, match=r"node 1 was not ready after 0 s"):
@@ -289,7 +287,7 @@ time.sleep(60)
 """
 
 
-def test_a_broker_dies_with_its_owner_even_if_that_is_killed() -> None:
+def test_broker_dies_with_its_killed_owner() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         broker_id, data, pid, started = json.loads(owner.stdout.readline())
@@ -300,7 +298,7 @@ def test_a_broker_dies_with_its_owner_even_if_that_is_killed() -> None:
     until(lambda: not os.path.exists(data) and registry.load(broker_id) is None)  # noqa: PTH110 - a str
 
 
-def test_the_commands_start_show_and_stop_a_broker_that_outlives_them() -> None:
+def test_commands_start_show_and_stop_a_broker() -> None:
     runner = CliRunner()
     with Broker():
         started = runner.invoke(app, ["start", "--json", "--heap", "256m"])
@@ -317,7 +315,7 @@ def test_the_commands_start_show_and_stop_a_broker_that_outlives_them() -> None:
         )
         assert shown["data_bytes"] > 0
         assert facts["id"] in runner.invoke(app, ["status"]).stdout
-        # The broker of the with statement belongs to this program: without an id, only the other one can be meant.
+        # The broker of the with statement belongs to this program, so stop without an id takes the other one.
         stopped = runner.invoke(app, ["stop", "--json"])
         assert json.loads(stopped.stdout) == [{"id": facts["id"], "data": facts["data"], "kept": False}]
         assert not os.path.exists(facts["data"])  # noqa: PTH110 - a str

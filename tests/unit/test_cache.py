@@ -51,7 +51,7 @@ def test_lock_file_follows_no_symbolic_link(tmp_path: Path) -> None:
     precious.write_text("keep me")
     root = tmp_path / "cache"
     root.mkdir()
-    (root / f"kafka-{jars.KAFKA}.lock").symlink_to(precious)
-    with pytest.raises(EmbeddedBrokerError, match="cannot keep Kafka's jars"):
+    (root / f"kafka-{jars.KAFKA_VERSION}.lock").symlink_to(precious)
+    with pytest.raises(EmbeddedBrokerError, match="could not store Kafka's jars"):
         jars.ensure_jars(cache=root)
     assert precious.read_text() == "keep me"

@@ -1,4 +1,4 @@
-"""The embedded broker: real Kafka on this machine. `with Broker() as broker: broker.bootstrap`."""
+"""Embedded broker: real Kafka on this machine. `with Broker() as broker: broker.bootstrap`."""
 
 from keylane.broker.cluster import Broker, BrokerState
 from keylane.broker.errors import EmbeddedBrokerError, PortTakenError

@@ -1,4 +1,4 @@
-"""A real Kafka broker of one or more nodes on this machine, for tests, demos and development."""
+"""Cluster of real Kafka nodes on this machine, for tests, demos and development."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-START_SECONDS = 60.0
-STOP_SECONDS = 15.0
-_PORT_TRIES = 3
-_MOST_NODES = 9
+START_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 15.0
+_PORT_ATTEMPTS = 3
+_MAX_NODES = 9
 
 
 class BrokerState(StrEnum):
@@ -38,20 +38,20 @@ class BrokerState(StrEnum):
 
 
 class Broker:
-    """A cluster of real Kafka nodes in KRaft mode, each broker and controller at once, on loopback.
+    """A cluster of real Kafka nodes in KRaft mode on loopback; each node is broker and controller.
 
-    Used as a context manager, or with `start` and `stop`. Unless `detached`, it never outlives the process
-    that started it, even if that is killed.
+    Use it as a context manager, or with `start` and `stop`. Unless `detached`, it never outlives the process that
+    started it, even if that process is killed.
 
-    `nodes`: how many; by default as many as the data folder has, or 1.
-    `data`: a folder for the data; the topics of an earlier broker on that folder are there again.
-    `keep`: whether the data stays after the stop; by default it does if `data` was given.
-    `port`: the first node's port, the next nodes have the following ones; by default any free ports.
-    `heap`: Java's heap for each node.
-    `settings`: go to Kafka's server.properties as they are, before our own choices.
-    `detached`: runs on until `stop`, from this or another process.
-    `command_folder`: where the command was called that started it; `keylane broker stop` there needs no id.
-    `progress`: told how far the fetching of Kafka is, which happens once per machine.
+    `nodes`: the number of nodes; by default that of the data folder, or 1.
+    `data`: a folder for the data, with the topics of an earlier broker on it; by default a temporary folder.
+    `keep`: whether the data stays after the stop; by default only if `data` was given.
+    `port`: the first node's port, followed by those of the other nodes; by default any free ports.
+    `heap`: Java's heap of each node.
+    `settings`: entries of Kafka's server.properties, which win over the defaults here.
+    `detached`: keep running until `stop` is called, by this or another process.
+    `command_folder`: the folder of the command that started it; `keylane broker stop` there needs no id.
+    `progress`: called with the progress of fetching Kafka, which happens once per machine.
 
     Raises EmbeddedBrokerError for arguments that cannot work.
     """
@@ -69,8 +69,8 @@ class Broker:
         command_folder: Path | None = None,
         progress: OnProgress = silent,
     ) -> None:
-        if nodes is not None and not 1 <= nodes <= _MOST_NODES:
-            raise EmbeddedBrokerError(f"a broker of {nodes} nodes cannot be: choose 1 to {_MOST_NODES}")
+        if nodes is not None and not 1 <= nodes <= _MAX_NODES:
+            raise EmbeddedBrokerError(f"expected 1 to {_MAX_NODES} nodes, got {nodes}")
         config.heap_flags(heap)
         probe = config.Address(node=1, port=1, controller_port=2)
         properties = config.server_properties(probe, [probe], settings or {})
@@ -85,24 +85,24 @@ class Broker:
         self._command_folder = None if command_folder is None else str(command_folder.absolute())
         self._progress = progress
         self._kit: Kit | None = None
-        # Both are set by start, and by find for a broker that another process started.
+        # Written by start, and by find for a broker of another process.
         self._record: registry.BrokerRecord | None = None
         self._nodes: tuple[Node, ...] = ()
 
     @classmethod
     def find(cls, broker: str) -> Broker:
-        """The broker with this id, running or dead, whoever started it; raises EmbeddedBrokerError if there is none."""
+        """The broker of this user with this id, running or dead. Raises EmbeddedBrokerError if it does not exist."""
         record = registry.load(broker)
         if record is None:
             known = ", ".join(each.id for each in cls.list()) or "none"
             raise EmbeddedBrokerError(
-                f"there is no broker {broker!r} (known: {known}): `keylane broker status` lists them"
+                f"broker {broker!r} does not exist (known: {known}); `keylane broker status` lists all brokers"
             )
         return cls._attach(record)
 
     @classmethod
     def list(cls) -> tuple[Broker, ...]:
-        """All brokers of this user, also dead ones, oldest first; removes what killed programs left behind."""
+        """All brokers of this user, oldest first, including dead ones. Removes leftovers of killed programs."""
         _sweep()
         return tuple(cls._attach(record) for record in registry.load_all())
 
@@ -138,7 +138,7 @@ class Broker:
 
     @property
     def bootstrap(self) -> str:
-        """What clients connect to: "127.0.0.1:54321", with a comma between nodes."""
+        """The address for clients, such as "127.0.0.1:54321", with a comma between nodes."""
         return config.bootstrap([node.address for node in self._started().nodes])
 
     @property
@@ -159,18 +159,18 @@ class Broker:
 
     @property
     def owner(self) -> int | None:
-        """The id of the process that it must not outlive, or None if it runs until it is stopped."""
+        """The id of the process that it must not outlive; None if it is detached."""
         owner = self._started().owner
         return None if owner is None else owner.pid
 
     @property
     def command_folder(self) -> str | None:
-        """Where `keylane broker start` was called, or None if a program started it."""
+        """The folder in which `keylane broker start` was called; None if a program started it."""
         return self._started().command_folder
 
     @property
     def uptime(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return max(0.0, time.time() - self._started().started)
 
     @property
@@ -185,14 +185,15 @@ class Broker:
         """Bytes of data on disk."""
         return folder.size(self.data)
 
-    def start(self, timeout: float = START_SECONDS) -> Self:
-        """Starts all nodes and returns when each of them serves and knows the others.
+    def start(self, timeout: float = START_TIMEOUT_SECONDS) -> Self:
+        """Start all nodes, and return when each of them serves and knows the others.
 
-        Raises JavaError without a Java that fits, PortTakenError if the port asked for is taken, EmbeddedBrokerError
-        with Kafka's last log lines if it does not come up in `timeout` seconds. Nothing is left running then.
+        Raises JavaError without a suitable Java, PortTakenError if the given port is taken, and EmbeddedBrokerError
+        with Kafka's last log lines if a node is not ready within `timeout` seconds. After an error nothing is left
+        running.
         """
         if self._record is not None:
-            raise EmbeddedBrokerError(f"broker {self.id} is started already: stop it first")
+            raise EmbeddedBrokerError(f"broker {self.id} is already started: stop it first")
         self._kit = ensure_kit(self._progress)
         _sweep()
         self._require_unused()
@@ -210,10 +211,10 @@ class Broker:
         return self
 
     def stop(self, *, keep: bool | None = None) -> None:
-        """Ends all nodes, and throws the data away unless it is to be kept; no harm if it is not started.
+        """Stop all nodes and delete the data, unless it is kept. Does nothing if the broker is not started.
 
-        Data that is kept is closed in an orderly way; nodes whose data goes are killed, which is quicker.
-        `keep` overrides what was said at the start.
+        Nodes whose data is kept are shut down in order; the others are killed, which is quicker. `keep` overrides the
+        choice made at the start.
         """
         record = self._record
         if record is None:
@@ -222,8 +223,8 @@ class Broker:
         if keep:
             for node in self._nodes:
                 node.ask_to_stop()
-            # With several nodes the last ones wait for a quorum that is no more. Kafka recovers from a kill.
-            until = time.monotonic() + STOP_SECONDS
+            # The last of several nodes wait in vain for a quorum, so they are killed. Kafka recovers from that.
+            until = time.monotonic() + STOP_TIMEOUT_SECONDS
             for node in self._nodes:
                 node.wait(until - time.monotonic())
         self._end(keep=keep)
@@ -231,7 +232,7 @@ class Broker:
         atexit.unregister(self._at_exit)
 
     def tool(self, class_name: str, *args: str, timeout: float = 60.0) -> str:
-        """Runs one of Kafka's command-line tools by its class name, and returns what it printed on stdout.
+        """Run one of Kafka's command-line tools by its class name, and return its output.
 
         For example `tool("org.apache.kafka.tools.consumer.group.ConsumerGroupCommand", "--bootstrap-server",
         broker.bootstrap, "--describe", "--all-groups")`. Raises EmbeddedBrokerError if it fails or takes too long.
@@ -249,21 +250,21 @@ class Broker:
         except subprocess.TimeoutExpired as cause:
             raise EmbeddedBrokerError(f"{class_name} did not finish in {timeout:.0f} s") from cause
         if answer.returncode != 0:
-            said = (answer.stdout + answer.stderr).strip()
-            raise EmbeddedBrokerError(f"{class_name} failed with exit code {answer.returncode}:\n{said}")
+            output = (answer.stdout + answer.stderr).strip()
+            raise EmbeddedBrokerError(f"{class_name} failed with exit code {answer.returncode}:\n{output}")
         return answer.stdout
 
-    # What a node asks of its broker.
+    # For nodes: see `keylane.broker.node.Host`.
 
     def process(self, number: int) -> Process | None:
-        """The process of one node, now or last; None if there never was one."""
+        """The current or last process of a node; None if it was never started."""
         return self._started().nodes[number - 1].process
 
     def launch(self, node: Node) -> None:
-        """Starts the process of one node; whether it comes up is another question."""
+        """Start the process of a node, without waiting until it serves."""
         record = self._started()
         node.mark_log()
-        # What goes when the owner is killed: the registry's entry and, unless it is to be kept, the data.
+        # Removed when the owner is killed: the registry's entry and, unless it is kept, the data.
         doomed = [registry.path(record.id)]
         if not record.keep:
             doomed += [record.data] if record.temporary else folder.contents(record.data)
@@ -273,7 +274,7 @@ class Broker:
         _save(self._record)
 
     def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
-        """Returns when each of these nodes serves and knows the `wanted` ones; raises EmbeddedBrokerError otherwise."""
+        """Wait until each of these nodes serves and knows the `wanted` ones. Raises EmbeddedBrokerError otherwise."""
         until = time.monotonic() + timeout
         waiting = {node: Probe(node.port) for node in nodes}
         while True:
@@ -291,7 +292,7 @@ class Broker:
 
     def _start_on(self, place: folder.DataFolder, broker: str, timeout: float) -> None:
         asked = () if self._port is None else tuple(range(self._port, self._port + place.nodes))
-        for left in reversed(range(_PORT_TRIES)):
+        for left in reversed(range(_PORT_ATTEMPTS)):
             addresses = _addresses(place.nodes, asked)
             self._adopt(
                 registry.BrokerRecord(
@@ -350,7 +351,7 @@ class Broker:
         return self._kit
 
     def _require_unused(self) -> None:
-        """Raises EmbeddedBrokerError if another broker of this user has the folder or the port."""
+        """Raise EmbeddedBrokerError if another broker of this user has the folder or the port."""
         for record in registry.load_all():
             if not record.alive:
                 continue
@@ -367,7 +368,7 @@ class Broker:
             node.kill()
 
     def _end(self, *, keep: bool) -> None:
-        """Kills what still runs, and forgets the broker."""
+        """Kill the nodes that still run, and remove the broker from the registry."""
         record = self._record
         if record is None:
             return
@@ -379,7 +380,7 @@ class Broker:
         self._nodes = ()
 
     def _at_exit(self) -> None:
-        # A child that was forked without exec has our hooks, but not our broker.
+        # A forked child inherits the exit hooks, but does not own the broker.
         if self._record is not None and self.owner == os.getpid():
             self.stop()
 
@@ -396,7 +397,7 @@ def _addresses(count: int, asked: Sequence[int]) -> tuple[config.Address, ...]:
 
 
 def _new_id() -> str:
-    """A short id that no broker of this user has; easy to read out: no vowels, no 0, 1, l, o."""
+    """A new short id that is easy to read out: without vowels and 0, 1, l, o."""
     while True:
         broker = "k" + "".join(random.choices("bcdfghjkmnpqrstvwxz23456789", k=5))
         if not registry.path(broker).exists():
@@ -408,13 +409,13 @@ def _save(record: registry.BrokerRecord) -> None:
         registry.save(record)
     except OSError as cause:
         raise EmbeddedBrokerError(
-            f"cannot note the broker in {registry.folder()} ({cause.strerror or cause}): "
+            f"could not register the broker in {registry.folder()} ({cause.strerror or cause}): "
             "make the folder writable, or set KEYLANE_STATE to another one"
         ) from cause
 
 
 def _sweep() -> None:
-    """Removes what is left of brokers whose owner was killed when no watcher was there to clean up."""
+    """Remove leftovers of brokers whose owner was killed without a watcher to clean up."""
     for record in registry.load_all():
         if record.abandoned:
             if not record.keep:

@@ -1,4 +1,4 @@
-"""What a node is told: its server.properties, its logging, the flags of its Java."""
+"""Configuration of a node: its server.properties, its logging and its Java flags."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 Setting = str | int | float | bool
 
 HEAP = "512m"
-# Relative to the node's folder, which is the process's working folder: no path of the user's needs escaping.
+# Relative to the node's folder, which is the process's working folder, so that no path needs escaping.
 PROPERTIES = "server.properties"
 LOGGING = "log4j2.properties"
 LOG = "server.log"
 CONSOLE = "console.log"
 DATA = "data"
 
-_OURS = re.compile(
+_FIXED = re.compile(
     r"process\.roles|node\.id|broker\.id|listeners|advertised\.listeners|log\.dirs?|metadata\.log\.dir"
     r"|listener\.security\.protocol\.map|inter\.broker\.listener\.name|controller\.(listener\.names|quorum\.(voters|bootstrap\.servers))"
 )
 _HEAP = re.compile(r"(\d+)([mg])", re.IGNORECASE)
-_LOGGING = f"""\
+_LOG4J_PROPERTIES = f"""\
 status = error
 appender.file.type = RollingFile
 appender.file.name = file
@@ -58,21 +58,21 @@ class Address:
 
 
 def bootstrap(addresses: Sequence[Address]) -> str:
-    """What clients connect to."""
+    """The address for clients."""
     return ",".join(f"{HOST}:{address.port}" for address in addresses)
 
 
 def server_properties(
     node: Address, cluster: Sequence[Address], settings: Mapping[str, Setting]
 ) -> dict[str, str]:
-    """The whole configuration of one node; `settings` wins over what is chosen here.
+    """The configuration of one node; `settings` win over the defaults here.
 
-    Raises EmbeddedBrokerError if `settings` names one that the broker itself must decide, such as its listeners.
+    Raises EmbeddedBrokerError if `settings` has one that the embedded broker must decide, such as its listeners.
     """
-    refused = sorted(name for name in settings if _OURS.fullmatch(name))
+    refused = sorted(name for name in settings if _FIXED.fullmatch(name))
     if refused:
         raise EmbeddedBrokerError(
-            f"the embedded broker itself decides {', '.join(refused)}: leave it out of the settings"
+            f"the embedded broker decides {', '.join(refused)} itself: leave it out of the settings"
         )
     replicas = min(3, len(cluster))
     in_sync = 2 if replicas == 3 else 1
@@ -100,7 +100,7 @@ def server_properties(
         "share.coordinator.state.topic.replication.factor": str(replicas),
         "share.coordinator.state.topic.min.isr": str(in_sync),
         "group.initial.rebalance.delay.ms": "0",
-        # 128 MB by default, a quarter of our heap.
+        # The default of 128 MB is a quarter of the heap.
         "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
         **{name: _text(value) for name, value in settings.items()},
     }
@@ -111,17 +111,15 @@ def heap_flags(heap: str) -> tuple[str, str]:
     found = _HEAP.fullmatch(heap.strip())
     megabytes = int(found[1]) * (1024 if found[2] in "gG" else 1) if found else 0
     if megabytes < 128:
-        raise EmbeddedBrokerError(
-            f"{heap!r} is no heap for Kafka: give megabytes or gigabytes, at least 128m (the default is 512m)"
-        )
+        raise EmbeddedBrokerError(f"expected a heap of at least 128m, such as 512m or 2g, got {heap!r}")
     return f"-Xmx{megabytes}m", f"-Xms{megabytes // 2}m"
 
 
 def java_flags(heap: str, archive: Path | None) -> tuple[str, ...]:
-    """The flags of a node's Java. `archive` holds Kafka's classes ready to map, which halves the start-up."""
+    """The flags of a node's Java. `archive` is a class archive, which halves the start-up time."""
     return (
         *heap_flags(heap),
-        # Measured with 2 cores and 512 MB: 280,000 messages/s where G1 gave 170,000, and shorter pauses.
+        # Faster than G1 on few cores with a small heap, and with shorter pauses.
         "-XX:+UseSerialGC",
         "-XX:-UsePerfData",
         "-XX:+ExitOnOutOfMemoryError",
@@ -133,15 +131,15 @@ def java_flags(heap: str, archive: Path | None) -> tuple[str, ...]:
 
 
 def write_node(folder: Path, properties: Mapping[str, str]) -> None:
-    """Writes the node's configuration files."""
+    """Write the node's configuration files."""
     (folder / PROPERTIES).write_text(render(properties), encoding="ascii")
-    (folder / LOGGING).write_text(_LOGGING, encoding="ascii")
+    (folder / LOGGING).write_text(_LOG4J_PROPERTIES, encoding="ascii")
 
 
 def format_storage(folder: Path, *, node: int, cluster: str, checkpoint: Path) -> None:
-    """Makes the node's data folder what Kafka's `StorageTool format` makes it; leaves a formatted one alone.
+    """Format the node's data folder as Kafka's `StorageTool format` does, unless it is formatted.
 
-    `checkpoint` is the bootstrap.checkpoint that the tool wrote once: feature levels, nothing of one cluster.
+    `checkpoint` is a bootstrap.checkpoint that the tool wrote. It has feature levels and nothing of a cluster.
     """
     data = folder / DATA
     data.mkdir(parents=True, exist_ok=True)
@@ -153,7 +151,7 @@ def format_storage(folder: Path, *, node: int, cluster: str, checkpoint: Path) -
 
 
 def new_uuid() -> str:
-    """A random id as Kafka writes them: 22 characters, the first not a dash."""
+    """A random id in Kafka's format: 22 characters that do not begin with a dash."""
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
         if not text.startswith("-"):

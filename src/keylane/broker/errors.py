@@ -1,4 +1,4 @@
-"""What the embedded broker raises."""
+"""Errors of the embedded broker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class EmbeddedBrokerError(KeylaneError):
 
 
 class PortTakenError(EmbeddedBrokerError):
-    """A port the broker was to listen on belongs to another process; `port` is the port, if it is known."""
+    """Another process uses a port that the broker needs; `port` is the port, if it is known."""
 
     def __init__(self, message: str, *, port: int | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The folder a broker keeps its data in: one sub-folder per node and a file that says whose it is."""
+"""Data folder of a broker: one sub-folder per node, and a marker file with the cluster's id."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keylane.broker.config import new_uuid
 from keylane.broker.errors import EmbeddedBrokerError
 
 MARKER = "keylane-broker.json"
-NEEDED_BYTES = 200 * 1024 * 1024
+MIN_FREE_BYTES = 200 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFolder:
-    """A folder that is ready for a broker. `fresh`: no broker's data was in it before."""
+    """A folder that is ready for a broker. `fresh`: it had no broker's data before."""
 
     path: Path
     cluster: str
@@ -37,18 +37,17 @@ def node_folder(data: Path, number: int) -> Path:
 
 
 def open_folder(path: Path | None, *, broker: str, nodes: int | None) -> DataFolder:
-    """Opens or makes a data folder; without a path, a temporary one. `nodes` None: as many as it has, or 1.
+    """Open or create a data folder; without a path, a temporary one. `nodes` None: as many as it has, or 1.
 
-    Raises EmbeddedBrokerError if the folder cannot be written, has less than 200 MB of free space, holds something
-    else than a broker's data, or the data of a cluster with another number of nodes.
+    Raises EmbeddedBrokerError if the folder cannot be written, has less than 200 MB of free space, contains other
+    files, or the data of a cluster with another number of nodes.
     """
     try:
         return _open(path, broker, nodes)
     except OSError as cause:
         place = path or tempfile.gettempdir()
         raise EmbeddedBrokerError(
-            f"the broker cannot keep its data in {place} ({cause.strerror or cause}): "
-            "choose a folder you can write to"
+            f"the broker cannot store its data in {place} ({cause.strerror or cause}): choose a writable folder"
         ) from cause
 
 
@@ -70,7 +69,7 @@ def _open(path: Path | None, broker: str, nodes: int | None) -> DataFolder:
         cluster, count = known
         if nodes is not None and nodes != count:
             raise EmbeddedBrokerError(
-                f"{path} holds a cluster of {count} {'node' if count == 1 else 'nodes'}, and {nodes} were asked for: "
+                f"{path} has a cluster of {count} {'node' if count == 1 else 'nodes'}, but {nodes} were requested: "
                 f"start it with {count}, or choose another folder"
             )
         (path / MARKER).write_text(
@@ -87,14 +86,14 @@ def _open(path: Path | None, broker: str, nodes: int | None) -> DataFolder:
 
 
 def contents(path: Path) -> tuple[Path, ...]:
-    """All that a broker put into this folder; empty if it holds no broker's data."""
+    """The files and folders of a broker in this folder; empty without a broker's data."""
     if not (path / MARKER).is_file():
         return ()
     return (*sorted(path.glob("node-*")), path / MARKER)
 
 
 def discard(path: Path) -> None:
-    """Removes what a broker put into this folder, and the folder itself if nothing else is in it."""
+    """Remove a broker's files from this folder, and the folder itself if it is empty then."""
     for each in contents(path):
         if each.is_dir():
             shutil.rmtree(each, ignore_errors=True)
@@ -105,7 +104,7 @@ def discard(path: Path) -> None:
 
 
 def size(path: Path) -> int:
-    """The bytes on disk below this folder; Kafka's index files have holes, which do not count."""
+    """The bytes on disk below this folder, without the holes in Kafka's index files."""
     total = 0
     for place, _, files in os.walk(path):
         for name in files:
@@ -116,9 +115,9 @@ def size(path: Path) -> int:
 
 def _require_space(path: Path) -> None:
     free = shutil.disk_usage(path).free
-    if free < NEEDED_BYTES:
+    if free < MIN_FREE_BYTES:
         raise EmbeddedBrokerError(
-            f"{path} has {free // 2**20} MB of free space, and a broker needs {NEEDED_BYTES // 2**20}: "
+            f"{path} has {free // 2**20} MB of free space, and a broker needs {MIN_FREE_BYTES // 2**20} MB: "
             "make room, or choose a folder on another disk"
         )
 
@@ -131,7 +130,7 @@ def _read_marker(path: Path) -> tuple[str, int] | None:
     except FileNotFoundError:
         if any(path.iterdir()):
             raise EmbeddedBrokerError(
-                f"{path} is not empty and holds no broker's data: choose an empty or a new folder"
+                f"{path} is not empty and has no broker's data: choose an empty or a new folder"
             ) from None
         return None
     except (ValueError, KeyError, TypeError) as cause:

@@ -1,9 +1,9 @@
-"""Starts a process that no terminal can interrupt, and ends it when its owner ends.
+"""Launcher of a process that no terminal can interrupt, and that ends when its owner ends.
 
-Run as a script (standard library only, no import of keylane) in a session of its own: reads an order from
-stdin, starts the program, prints its process id and leaves. If the order names an owner, a small watcher stays
-behind as a child of the program. When the owner is gone, however it went, the watcher kills the program and
-removes what the order says. PR_SET_PDEATHSIG exists on Linux alone, and fires when the *thread* that forked ends.
+It runs as a script in a session of its own (standard library only, no import of keylane): it reads a request from
+stdin, starts the program, prints its process id and exits. If the request names an owner, a small watcher remains as a
+child of the program. When the owner has ended in any way, the watcher kills the program and removes the files that the
+request names. PR_SET_PDEATHSIG would exist only on Linux, and acts when the *thread* that forked ends.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-PROC = Path("/proc/self")  # Linux has it; elsewhere ps is asked
-POLL_SECONDS = 0.2
-REMOVE_SECONDS = 10.0
+PROC = Path("/proc/self")  # Linux; other systems have ps
+POLL_INTERVAL_SECONDS = 0.2
+REMOVE_TIMEOUT_SECONDS = 10.0
 
 
 def identity(pid: int) -> str | None:
-    """What tells this process from a later one with the same id; None if there is none (a zombie is none)."""
+    """A text that distinguishes a process from later ones with its id; None if it has ended or is a zombie."""
     if PROC.is_dir():
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -36,7 +36,7 @@ def identity(pid: int) -> str | None:
 
 
 def _identity_from_ps(pid: int) -> str | None:
-    answer = subprocess.run(  # noqa: S603 - a number is all we add
+    answer = subprocess.run(  # noqa: S603 - the only argument is a number
         ["ps", "-o", "stat=,lstart=", "-p", str(pid)],  # noqa: S607 - where ps lives differs
         capture_output=True,
         text=True,
@@ -48,29 +48,29 @@ def _identity_from_ps(pid: int) -> str | None:
 
 
 def main() -> None:
-    """Carries out the order on stdin; see `keylane.broker.process.launch` for what it holds."""
-    order = json.load(sys.stdin)
+    """Carry out the request on stdin, which `keylane.broker.process.launch` writes."""
+    request = json.load(sys.stdin)
     started = os.fork()
     if started:
         sys.stdout.write(f"{started}\n")
         sys.stdout.flush()
         os._exit(0)
     try:
-        os.chdir(order["cwd"])
-        _redirect(order["console"])
+        os.chdir(request["cwd"])
+        _redirect(request["console"])
         program = os.getpid()
-        if order["owner"] is not None and os.fork() == 0:
-            _watch(program, order["owner"], order["remove"])
+        if request["owner"] is not None and os.fork() == 0:
+            _watch(program, request["owner"], request["remove"])
             os._exit(0)
-        os.execv(order["argv"][0], order["argv"])  # noqa: S606 - no shell is the point
+        os.execv(request["argv"][0], request["argv"])  # noqa: S606 - no shell is the point
     except OSError as cause:
-        sys.stderr.write(f"cannot start {order['argv'][0]}: {cause}\n")
+        sys.stderr.write(f"cannot start {request['argv'][0]}: {cause}\n")
         sys.stderr.flush()
     os._exit(127)
 
 
 def _redirect(console: str) -> None:
-    """Lets go of the caller's stdin, stdout and stderr."""
+    """Close the caller's stdin, stdout and stderr."""
     null = os.open(os.devnull, os.O_RDWR)
     out = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(null, 0)
@@ -81,9 +81,9 @@ def _redirect(console: str) -> None:
 
 
 def _watch(program: int, owner: list[object], remove: list[str]) -> None:
-    """Returns when the program has ended by itself, or when the owner was gone and all is cleaned up.
+    """Return when the program has ended, or when its owner has ended and everything is cleaned up.
 
-    The program is our parent: as long as `getppid` says so it lives, and its id cannot be another process's.
+    The program is the parent process: while `getppid` returns its id, it lives and the id is its own.
     """
     pid, started = owner
     while os.getppid() == program:
@@ -91,12 +91,12 @@ def _watch(program: int, owner: list[object], remove: list[str]) -> None:
             os.kill(program, signal.SIGKILL)
             _remove(program, remove)
             return
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
 def _remove(program: int, paths: list[str]) -> None:
-    """Removes files and folders, again and again while other nodes that are being killed still write there."""
-    until = time.monotonic() + REMOVE_SECONDS
+    """Remove files and folders, repeatedly, because other nodes may still write there until they are killed."""
+    until = time.monotonic() + REMOVE_TIMEOUT_SECONDS
     while time.monotonic() < until:
         time.sleep(0.05)
         if os.getppid() == program:

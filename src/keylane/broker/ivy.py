@@ -1,7 +1,7 @@
-"""Fetching jars with the Ivy that comes inside PySpark: no other resolver, and no registry address here.
+"""Download of jars with the Ivy that PySpark contains, so that no other resolver is needed.
 
-Each jar is asked for by name, without what it depends on: the list is complete, so that no POM needs reading
-(13 s instead of 37 for Kafka). KEYLANE_IVY_SETTINGS may name an Ivy settings file, for those with a mirror.
+The list of jars is complete: each is requested without its dependencies, so that no POM has to be read.
+KEYLANE_IVY_SETTINGS may name an Ivy settings file, for example for a mirror.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keylane.spark.java import find_java
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SILENCE_SECONDS = 120.0
+SILENCE_TIMEOUT_SECONDS = 120.0
 _SHOWN_LINES = 6
 _SETTINGS = """\
 <ivysettings>
@@ -42,7 +42,7 @@ _FETCHED = re.compile(r"\s*\[SUCCESSFUL \] \S+#\S+;\S+!")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """What a registry knows a jar by."""
+    """The name of a jar in a registry."""
 
     organisation: str
     name: str
@@ -50,7 +50,7 @@ class Coordinates:
 
 
 class Counter:
-    """Reads what Ivy prints, and knows from it how far it is."""
+    """Counter of found and fetched jars in Ivy's output."""
 
     __slots__ = ("_fetched", "_found", "_total")
 
@@ -60,7 +60,7 @@ class Counter:
         self._fetched = 0
 
     def read(self, line: str) -> DownloadProgress | None:
-        """Takes a line of Ivy's output; the new state if the line changed it."""
+        """Take a line of Ivy's output; returns the new state if the line changed it."""
         if _FOUND.match(line):
             self._found = min(self._found + 1, self._total)
         elif _FETCHED.match(line):
@@ -71,16 +71,16 @@ class Counter:
 
     @property
     def state(self) -> DownloadProgress:
-        """How far it is."""
+        """The progress so far."""
         if self._fetched or self._found == self._total:
             return DownloadProgress(step=DownloadStep.FETCH, done=self._fetched, total=self._total)
         return DownloadProgress(step=DownloadStep.FIND, done=self._found, total=self._total)
 
 
 def fetch(wanted: Sequence[Coordinates], into: Path, progress: OnProgress) -> None:
-    """Fetches each jar to `into/organisation/name-revision.jar`.
+    """Fetch each jar to `into/organisation/name-revision.jar`.
 
-    Raises EmbeddedBrokerError with Ivy's last lines if one cannot be had, or if nothing moves for two minutes.
+    Raises EmbeddedBrokerError with Ivy's last lines if a jar cannot be fetched, or without progress for two minutes.
     """
     scratch = Path(tempfile.mkdtemp(prefix="ivy-", dir=into.parent))
     try:
@@ -90,7 +90,7 @@ def fetch(wanted: Sequence[Coordinates], into: Path, progress: OnProgress) -> No
 
 
 def descriptor(wanted: Sequence[Coordinates]) -> str:
-    """The ivy.xml that asks for exactly these jars."""
+    """The ivy.xml that requests exactly these jars."""
     lines = (
         f"    <dependency org={quoteattr(jar.organisation)} name={quoteattr(jar.name)} "
         f'rev={quoteattr(jar.revision)} transitive="false" conf="default->default"/>'
@@ -110,7 +110,7 @@ def descriptor(wanted: Sequence[Coordinates]) -> str:
 
 
 def proxy_flags(proxies: Mapping[str, str]) -> tuple[str, ...]:
-    """The system's proxies, as `urllib.request.getproxies` finds them, in the words of Java."""
+    """The proxies of `urllib.request.getproxies` as Java flags."""
     flags: list[str] = []
     for scheme in ("http", "https"):
         url = urllib.parse.urlsplit(proxies.get(scheme, ""))
@@ -148,12 +148,12 @@ def _command(wanted: Sequence[Coordinates], scratch: Path) -> list[str]:
 
 
 def _ivy_jar() -> Path:
-    spec = importlib.util.find_spec("pyspark")  # without importing it, which takes long
+    spec = importlib.util.find_spec("pyspark")  # without the slow import
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for jar in sorted(Path(place, "jars").glob("ivy-*.jar")):
             return jar
     raise EmbeddedBrokerError(
-        "no Ivy found in PySpark: install the full package (`pip install pyspark`), not pyspark-client"
+        "PySpark contains no Ivy: install the full package (`pip install pyspark`), not pyspark-client"
     )
 
 
@@ -166,48 +166,48 @@ def _run(command: Sequence[str], into: Path, counter: Counter, progress: OnProgr
         selectors.DefaultSelector() as ready,
     ):
         try:
-            said = _follow(running, ready, counter, progress)
+            output = _follow(running, ready, counter, progress)
         except BaseException:
             running.kill()
             raise
     if running.returncode != 0:
         raise EmbeddedBrokerError(
-            "Kafka's jars could not be fetched: check the network (a proxy comes from https_proxy, a mirror "
-            f"from KEYLANE_IVY_SETTINGS) and try again. Ivy's last words:\n{_last_words(said)}"
+            "could not fetch Kafka's jars: check the network (https_proxy sets a proxy, KEYLANE_IVY_SETTINGS a mirror) "
+            f"and try again. Ivy's last lines:\n{_last_lines(output)}"
         )
 
 
 def _follow(
     running: subprocess.Popen[bytes], ready: selectors.BaseSelector, counter: Counter, progress: OnProgress
 ) -> list[str]:
-    """Reports while Ivy prints, and once a second while it does not; returns the lines it printed."""
+    """Report progress at each change and every second without output; returns the lines of Ivy's output."""
     assert running.stdout is not None  # noqa: S101 - asked for in Popen
     ready.register(running.stdout, selectors.EVENT_READ)
-    said: list[str] = []
+    output: list[str] = []
     rest = b""
-    heard = time.monotonic()
+    last_output = time.monotonic()
     while True:
         if not ready.select(timeout=1.0):
-            if time.monotonic() - heard > SILENCE_SECONDS:
+            if time.monotonic() - last_output > SILENCE_TIMEOUT_SECONDS:
                 raise EmbeddedBrokerError(
-                    f"fetching Kafka's jars came to a halt: nothing for {SILENCE_SECONDS:.0f} s. "
-                    f"Check the network and try again. Ivy's last words:\n{_last_words(said)}"
+                    f"fetching Kafka's jars stopped: no output for {SILENCE_TIMEOUT_SECONDS:.0f} s. "
+                    f"Check the network and try again. Ivy's last lines:\n{_last_lines(output)}"
                 )
             progress(counter.state)
             continue
         piece = os.read(running.stdout.fileno(), 65_536)
         if not piece:
-            return said
-        heard = time.monotonic()
+            return output
+        last_output = time.monotonic()
         *lines, rest = (rest + piece).split(b"\n")
         for line in (raw.decode(errors="replace") for raw in lines):
-            said.append(line)
+            output.append(line)
             state = counter.read(line)
             if state is not None:
                 progress(state)
 
 
-def _last_words(said: Sequence[str]) -> str:
-    """The last lines that say something: no dots, no rulers, no empty lines."""
-    telling = [line.rstrip() for line in said if re.search(r"[A-Za-z]{3}", line)]
-    return "\n".join(f"  {line.strip()}" for line in telling[-_SHOWN_LINES:])
+def _last_lines(output: Sequence[str]) -> str:
+    """The last lines with words, without dots, rulers and empty lines."""
+    worded = [line.rstrip() for line in output if re.search(r"[A-Za-z]{3}", line)]
+    return "\n".join(f"  {line.strip()}" for line in worded[-_SHOWN_LINES:])

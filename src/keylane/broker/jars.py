@@ -1,4 +1,4 @@
-"""Kafka's jars: fetched once, kept for this user, checked at every start against hashes that ship with us."""
+"""Kafka's jars: fetched once, cached for this user, and checked at every start against known hashes."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from keylane.cache import cache_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KAFKA = "4.3.1"
+KAFKA_VERSION = "4.3.1"
 _LOG = logging.getLogger("keylane.broker")
 _JAR = re.compile(r"(?P<organisation>[^/]+)/(?P<name>.+?)-(?P<revision>\d[^/]*)\.jar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jar:
-    """One jar as it must be: its path in the jar folder (`organisation/name-revision.jar`) and its hash."""
+    """An expected jar: its path in the jar folder (`organisation/name-revision.jar`) and its hash."""
 
     path: str
     sha256: str
 
     @property
     def coordinates(self) -> ivy.Coordinates:
-        """What to ask a registry for."""
+        """Its name in a registry."""
         found = _JAR.fullmatch(self.path)
         if found is None:
             raise EmbeddedBrokerError(
-                f"{self.path!r} in the list of jars is not of the form organisation/name-revision.jar"
+                f"expected a path like organisation/name-revision.jar in the list of jars, got {self.path!r}"
             )
         return ivy.Coordinates(**found.groupdict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A jar that is not as it must be: `actual` is its hash, or None if it is not there."""
+    """A missing or changed jar: `actual` is its hash, or None if it is missing."""
 
     jar: Jar
     actual: str | None
@@ -66,7 +66,7 @@ class JarFolder:
 
     @cached_property
     def classpath(self) -> str:
-        """For `java -cp`. Raises EmbeddedBrokerError if the folder's name cannot stand in a class path."""
+        """The class path. Raises EmbeddedBrokerError if the folder's name cannot be part of one."""
         if os.pathsep in str(self.path):
             raise EmbeddedBrokerError(
                 f"Java cannot use jars from {self.path}, because of the {os.pathsep!r} in it: "
@@ -79,24 +79,24 @@ Fetch = Callable[[Sequence[Jar], Path, OnProgress], None]
 
 
 def fetch_with_ivy(jars: Sequence[Jar], into: Path, progress: OnProgress) -> None:
-    """Fetches jars to the paths in `into` they are listed by; raises EmbeddedBrokerError with Ivy's own words."""
+    """Fetch jars to their paths below `into`. Raises EmbeddedBrokerError with Ivy's output."""
     ivy.fetch([jar.coordinates for jar in jars], into, progress)
 
 
-def listed(version: str = KAFKA) -> tuple[Jar, ...]:
-    """The jars of this Kafka and their hashes, from the file that ships with Keylane (sha256sum's format)."""
+def listed(version: str = KAFKA_VERSION) -> tuple[Jar, ...]:
+    """The jars of a Kafka version and their hashes, from the file in this package (sha256sum's format)."""
     text = resources.files("keylane.broker").joinpath(f"kafka-{version}.sha256").read_text(encoding="ascii")
     return parse_list(text)
 
 
 def parse_list(text: str) -> tuple[Jar, ...]:
-    """Reads sha256sum's format."""
+    """Parse sha256sum's format."""
     pairs = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
     return tuple(Jar(path=path.strip(), sha256=sha256) for sha256, path in pairs)
 
 
 def damages(folder: Path, jars: Sequence[Jar]) -> tuple[Damage, ...]:
-    """The jars that are missing or differ from their hash. Reads every byte: 45 MB take less than 0.1 s."""
+    """The jars that are missing or do not match their hash. Reads all of them."""
     actual = ((jar, _sha256(folder / jar.path)) for jar in jars)
     return tuple(Damage(jar=jar, actual=found) for jar, found in actual if found != jar.sha256)
 
@@ -108,14 +108,14 @@ def ensure_jars(
     cache: Path | None = None,
     fetch: Fetch = fetch_with_ivy,
 ) -> JarFolder:
-    """The folder with all jars, each with the right hash; fetches what is missing or damaged.
+    """The folder with all jars, each with the right hash; fetches missing and damaged ones.
 
-    Many processes may do so at once: one fetches, the others wait, the folder appears whole or not at all.
+    Several processes may call it at once: one fetches, the others wait, and the folder appears atomically.
     Raises EmbeddedBrokerError if fetching fails, a fetched jar has the wrong hash, or the cache cannot be written.
     """
     wanted = listed() if jars is None else tuple(jars)
     root = cache_folder() if cache is None else cache
-    folder = JarFolder(path=root / f"kafka-{KAFKA}", jars=wanted)
+    folder = JarFolder(path=root / f"kafka-{KAFKA_VERSION}", jars=wanted)
     if not damages(folder.path, wanted):
         return folder
     try:
@@ -125,19 +125,21 @@ def ensure_jars(
                 _repair(folder, broken, fetch, progress)
     except OSError as cause:
         raise EmbeddedBrokerError(
-            f"cannot keep Kafka's jars in {root} ({cause.strerror or cause}): "
-            "make room and the folder writable, or set KEYLANE_CACHE to another folder"
+            f"could not store Kafka's jars in {root} ({cause.strerror or cause}): free disk space and make the folder "
+            "writable, or set KEYLANE_CACHE to another folder"
         ) from cause
     return folder
 
 
 @contextmanager
 def locked(root: Path, progress: OnProgress = silent) -> Iterator[None]:
-    """Holds the cache for this process alone; reports DownloadStep.WAIT while another one has it."""
+    """Lock the cache for this process; reports DownloadStep.WAIT while another one has it."""
     root.mkdir(parents=True, exist_ok=True)
-    # Never through a link, and nothing is truncated: the name may lead to somebody else's file.
+    # Never follow a link and never truncate: the name may lead to another user's file.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(root / f"kafka-{KAFKA}.lock", flags, 0o600), "w", encoding="ascii") as file:
+    with os.fdopen(
+        os.open(root / f"kafka-{KAFKA_VERSION}.lock", flags, 0o600), "w", encoding="ascii"
+    ) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,11 +152,11 @@ def locked(root: Path, progress: OnProgress = silent) -> Iterator[None]:
 
 
 def _repair(folder: JarFolder, broken: Sequence[Damage], fetch: Fetch, progress: OnProgress) -> None:
-    """Makes the folder anew beside the old one, good jars copied and the others fetched; then swaps the two."""
+    """Build a new folder from the good jars and fetched ones, and then replace the old folder with it."""
     for damage in broken:
         if damage.actual is not None:
             _LOG.warning(
-                "%s in the cache is damaged (SHA-256 %s instead of %s): fetching it again",
+                "fetching damaged jar again path=%s sha256=%s expected=%s",
                 folder.path / damage.jar.path,
                 damage.actual,
                 damage.jar.sha256,
@@ -191,13 +193,13 @@ def _mismatch(still: Sequence[Damage]) -> str:
     others = f" (and {len(still) - 1} more)" if len(still) > 1 else ""
     if first.actual is None:
         return (
-            f"{first.jar.path}{others} did not arrive though fetching reported no failure: "
-            "see whether your registry mirror has it (KEYLANE_IVY_SETTINGS names its settings)"
+            f"{first.jar.path}{others} is missing although fetching reported no failure: "
+            "check whether your registry mirror has it (KEYLANE_IVY_SETTINGS names its settings)"
         )
     return (
-        f"{first.jar.path}{others} is not the jar Keylane knows: expected SHA-256 {first.jar.sha256}, "
-        f"fetched {first.actual}. Nothing was kept. A proxy or a mirror may have changed it: "
-        "fetch over another network or from another mirror (KEYLANE_IVY_SETTINGS)"
+        f"{first.jar.path}{others} has the wrong hash: expected SHA-256 {first.jar.sha256}, got {first.actual}. The "
+        "download was discarded. A proxy or a mirror may have changed the jar: use another network or mirror "
+        "(KEYLANE_IVY_SETTINGS)"
     )
 
 

@@ -1,9 +1,9 @@
-"""All that a node needs to run, made once per machine: Kafka's jars, and two files that make its start quick.
+"""Files that a node needs, made once per machine: Kafka's jars, and two files for a quick start.
 
-* `bootstrap.checkpoint`, written by Kafka's own StorageTool. Formatting a node is then writing two small files,
-  where the tool takes 0.8 s.
-* an archive of Kafka's loaded classes, which Java writes when a broker that was started for the purpose ends.
-  With it a broker is up in 1.6 s instead of 3, for half the processor time: three nodes may share two cores.
+* `bootstrap.checkpoint`, written by Kafka's StorageTool. With it, formatting a node means writing two small files
+  instead of running the tool.
+* an archive of Kafka's loaded classes, which Java writes when a node of a training run ends. With it a node starts in
+  half the time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LOG = logging.getLogger("keylane.broker")
-_TRAINING_SECONDS = 60.0
+_TRAINING_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kit:
-    """Java, Kafka's jars and the two files. `archive` is None where Java could not make one."""
+    """Java, Kafka's jars and the two files; `archive` is None if Java could not write one."""
 
     java: Java
     jars: JarFolder
@@ -45,19 +45,19 @@ class Kit:
     archive: Path | None
 
     def node_command(self, heap: str) -> list[str]:
-        """Runs a node; the working folder must be the node's."""
+        """The command line of a node, to run in the node's folder."""
         flags = config.java_flags(heap, self.archive)
         return [str(self.java.path), *flags, "-cp", self.jars.classpath, "kafka.Kafka", config.PROPERTIES]
 
     def tool_command(self, class_name: str, args: Sequence[str]) -> list[str]:
-        """Runs one of Kafka's tools: a short life, so no time is spent on optimising code."""
+        """The command line of one of Kafka's tools, with little compilation because it runs briefly."""
         flags = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
         quiet = "-Dorg.apache.logging.log4j.level=FATAL"
         return [str(self.java.path), *flags, quiet, "-cp", self.jars.classpath, class_name, *args]
 
 
 def ensure_kit(progress: OnProgress = silent) -> Kit:
-    """The kit, made if it is not there yet (about 25 s, once). Raises JavaError or EmbeddedBrokerError."""
+    """The kit, made first if it does not exist. Raises JavaError or EmbeddedBrokerError."""
     java = describe_java()
     jars = ensure_jars(progress)
     mark = hashlib.sha256(f"{java.path.resolve()}\n{java.banner}".encode()).hexdigest()[:12]
@@ -72,15 +72,15 @@ def ensure_kit(progress: OnProgress = silent) -> Kit:
                     progress(DownloadProgress(step=DownloadStep.PREPARE, done=1, total=1))
         except OSError as cause:
             raise EmbeddedBrokerError(
-                f"cannot prepare Kafka in {jars.path} ({cause.strerror or cause}): "
-                "make room and the folder writable, or set KEYLANE_CACHE to another folder"
+                f"could not prepare Kafka in {jars.path} ({cause.strerror or cause}): free disk space and make the "
+                "folder writable, or set KEYLANE_CACHE to another folder"
             ) from cause
     usable = archive.is_file() and archive.stat().st_size > 0
     return Kit(java=java, jars=jars, checkpoint=checkpoint, archive=archive if usable else None)
 
 
 def _prepare(java: Java, jars: JarFolder, checkpoint: Path, archive: Path) -> None:
-    """Formats a node with Kafka's tool, and runs it once."""
+    """Format a node with Kafka's tool and run it once, for the two files."""
     scratch = Path(tempfile.mkdtemp(prefix=f"{jars.path.name}.new-", dir=jars.path.parent))
     try:
         kit = Kit(java=java, jars=jars, checkpoint=checkpoint, archive=None)
@@ -91,8 +91,8 @@ def _prepare(java: Java, jars: JarFolder, checkpoint: Path, archive: Path) -> No
         shutil.copyfile(scratch / config.DATA / checkpoint.name, scratch / checkpoint.name)
         made = scratch / archive.name
         if not _train(kit, scratch, port, made):
-            # An empty file means: this Java makes none, do not try again.
-            _LOG.info("this Java wrote no class archive; brokers will start more slowly")
+            # An empty file means that this Java writes no archive, so that it is not tried again.
+            _LOG.info("no class archive, brokers will start more slowly java=%s", java.path)
             made.unlink(missing_ok=True)
             made.touch()
         (scratch / checkpoint.name).replace(checkpoint)
@@ -118,11 +118,11 @@ def _format(kit: Kit, scratch: Path) -> None:
 
 
 def _train(kit: Kit, scratch: Path, port: int, archive: Path) -> bool:
-    """Runs a node until it serves, then ends it so that Java writes the archive; False if it wrote none."""
+    """Run a node until it serves, and end it so that Java writes the archive; False if it wrote none."""
     java, *rest = kit.node_command(config.HEAP)
     command = [java, f"-XX:ArchiveClassesAtExit={archive}", *rest]
     running = launch(command, cwd=scratch, console=config.CONSOLE, owner=Process.current(), remove=[scratch])
-    until = time.monotonic() + _TRAINING_SECONDS
+    until = time.monotonic() + _TRAINING_TIMEOUT_SECONDS
     try:
         probe = Probe(port)
         while running.alive and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""One node of a broker: a process that can be stopped, killed, suspended and started again where it was."""
+"""Node of a broker: a process that can be stopped, killed, suspended and started again."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ if TYPE_CHECKING:
     from keylane.broker.config import Address
     from keylane.broker.process import Process
 
-STOP_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 _SHOWN_LINES = 15
 _TAIL_BYTES = 64 * 1024
 _BIND_FAILED = re.compile(r"failed to bind to \S*?:(\d+)|Address already in use", re.IGNORECASE)
 
 
 class Host(Protocol):
-    """What a node needs from its broker."""
+    """The broker of a node."""
 
     def process(self, number: int) -> Process | None:
-        """The node's process, now or last; None if there never was one. Raises EmbeddedBrokerError if not started."""
+        """The current or last process of a node; None if it was never started.
+
+        Raises EmbeddedBrokerError if the broker is not started.
+        """
 
     def launch(self, node: Node) -> None:
-        """Starts the node's process anew."""
+        """Start the process of a node."""
 
     def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
-        """Waits until these nodes serve, and know the `wanted` ones."""
+        """Wait until these nodes serve and know the `wanted` ones."""
 
 
 class Node:
-    """One node. It keeps its ports and its data over any number of ends and starts."""
+    """One node. It keeps its ports and its data across stops and starts."""
 
     __slots__ = ("_host", "_log_start", "address", "folder")
 
@@ -43,7 +46,7 @@ class Node:
         self._host = host
         self.address = address
         self.folder = folder
-        # Where this start's lines begin in the log; set at each launch.
+        # The position in the log where the lines of this start begin; written by mark_log.
         self._log_start = 0
 
     def __repr__(self) -> str:
@@ -61,13 +64,13 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """The process id of its Java, now or last; 0 if it never got as far."""
+        """The id of its current or last process; 0 if it was never started."""
         process = self._host.process(self.id)
         return 0 if process is None else process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs or is suspended."""
+        """True while its process runs or is suspended."""
         process = self._host.process(self.id)
         return process is not None and process.alive
 
@@ -77,13 +80,13 @@ class Node:
         return self.folder / config.LOG
 
     def start(self, *, wait: bool = True, timeout: float = 60.0) -> None:
-        """Starts the node again on the same ports and data; returns when it serves, or at once without `wait`.
+        """Start the node again with the same ports and data; returns when it serves, or at once without `wait`.
 
-        Raises PortTakenError if its port was taken meanwhile, EmbeddedBrokerError if it runs or does not come up.
+        Raises PortTakenError if another process has taken its port, EmbeddedBrokerError if it runs or does not start.
         """
         if self.alive:
             raise EmbeddedBrokerError(
-                f"node {self.id} runs already (process {self.pid}): stop or kill it first"
+                f"node {self.id} is already running (process {self.pid}): stop or kill it first"
             )
         for port in (self.port, self.address.controller_port):
             ports.require_free(port)
@@ -91,61 +94,62 @@ class Node:
         if wait:
             self._host.wait_ready((self,), wanted=frozenset((self.id,)), timeout=timeout)
 
-    def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """Ends the node in order (SIGTERM), or after `timeout` seconds by force; no harm if it has ended."""
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Stop the node with SIGTERM, and kill it after `timeout` seconds. Does nothing if it has ended."""
         self.ask_to_stop()
         if not self.wait(timeout):
             self.kill()
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM, and wakes the node if it is suspended; does not wait."""
+        """Send SIGTERM, and resume the node if it is suspended; does not wait."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends the node at once (SIGKILL), as a crash would; no harm if it has ended."""
+        """Kill the node (SIGKILL), as a crash would. Does nothing if it has ended."""
         self._signal(signal.SIGKILL)
-        if not self.wait(STOP_SECONDS):
+        if not self.wait(STOP_TIMEOUT_SECONDS):
             raise EmbeddedBrokerError(
-                f"node {self.id} (process {self.pid}) does not end, not even by SIGKILL"
+                f"node {self.id} (process {self.pid}) still runs after SIGKILL: end it by hand"
             )
 
     def wait(self, timeout: float) -> bool:
-        """Waits until the node's process has ended; False if it still runs after `timeout` seconds."""
+        """Wait until the node's process has ended; False if it still runs after `timeout` seconds."""
         process = self._host.process(self.id)
         return process is None or process.wait(timeout)
 
     def suspend(self) -> None:
-        """Freezes the node (SIGSTOP): connections stay open. Raises EmbeddedBrokerError if it ended."""
+        """Suspend the node (SIGSTOP); its connections stay open. Raises EmbeddedBrokerError if it has ended."""
         self._signal_running(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a suspended node go on (SIGCONT). Raises EmbeddedBrokerError if it has ended."""
+        """Resume a suspended node (SIGCONT). Raises EmbeddedBrokerError if it has ended."""
         self._signal_running(signal.SIGCONT)
 
     def mark_log(self) -> None:
-        """Notes where the log ends: what comes after belongs to the start that follows."""
+        """Remember the end of the log: later lines belong to the next start."""
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
 
     def failure(self, what: str) -> EmbeddedBrokerError:
-        """Why this node is not up, from its log: PortTakenError if that was it."""
+        """An error with the reason from the log why this node is not up; PortTakenError for a taken port."""
         lines = [*_tail(self.log, self._log_start), *_tail(self.folder / config.CONSOLE, 0)]
         text = "\n".join(lines)
         taken = _BIND_FAILED.search(text)
         if taken is not None:
             port = int(taken[1]) if taken[1] else None
             return PortTakenError(
-                f"node {self.id} found port {port or 'of its own'} taken by another process", port=port
+                f"node {self.id} could not use port {port or '(unknown)'}: another process has taken it",
+                port=port,
             )
         hint = ""
         if "No space left on device" in text:
             hint = (
-                f" because the disk of {self.folder} is full: make room, or choose a folder on another disk"
+                f" because the disk of {self.folder} is full: free space, or choose a folder on another disk"
             )
         elif "Failed to acquire lock" in text:
             hint = f" because another broker uses {self.folder}: stop that one, or choose another folder"
-        said = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]) or "  (nothing)"
-        return EmbeddedBrokerError(f"node {self.id} {what}{hint}. Its last words:\n{said}")
+        last = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]) or "  (nothing)"
+        return EmbeddedBrokerError(f"node {self.id} {what}{hint}. Its last log lines:\n{last}")
 
     def _signal(self, number: signal.Signals) -> bool:
         process = self._host.process(self.id)
@@ -157,7 +161,7 @@ class Node:
 
 
 def _tail(path: Path, start: int) -> list[str]:
-    """The last lines of a file, none from before `start`."""
+    """The last lines of a file, from `start` on."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Asking a node which nodes are up."""
+"""Probe of a node: which nodes it knows to be up."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 from keylane.broker.ports import HOST
 from keylane.kafka.client import AdminClient, KafkaException
 
-# librdkafka's complaints about a broker that is not up yet help nobody.
+# librdkafka logs errors about a broker that is still starting; they are not useful here.
 _QUIET = logging.getLogger("keylane.broker.probe")
 _QUIET.addHandler(logging.NullHandler())
 _QUIET.propagate = False
 
 
 class Probe:
-    """One node, asked again and again. The first answer comes from that node itself, not from another one."""
+    """Repeated questions to one node. The first answer always comes from that node itself."""
 
     __slots__ = ("_client", "_port")
 
@@ -26,7 +26,7 @@ class Probe:
     def members(self, timeout: float) -> frozenset[int]:
         """The numbers of the nodes that this node knows to be up; empty if it does not answer in time.
 
-        Kafka answers only once the node has registered and may serve: an answer means that it is ready.
+        Kafka answers only after the node has registered, so an answer means that it is ready.
         """
         if self._client is None:
             if not self._listens(timeout):

@@ -1,4 +1,4 @@
-"""A process that is not our child: known by its id and its start, so that a reused id is not taken for it."""
+"""Process identified by its id and start time, so that a reused id is never mistaken for it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process, running or gone. `started` is what `guard.identity` said when it was new."""
+    """One process, running or ended. `started` is the result of `guard.identity` at its start."""
 
     pid: int
     started: str
 
     @classmethod
     def current(cls) -> Process:
-        """The process that asks."""
+        """The calling process."""
         return cls(pid=os.getpid(), started=guard.identity(os.getpid()) or "")
 
     @property
     def alive(self) -> bool:
-        """Whether it runs (or is suspended); a zombie and a stranger with the same id do not count."""
+        """True while it runs or is suspended; False for a zombie and for another process with the same id."""
         return guard.identity(self.pid) == self.started
 
     def signal(self, number: signal.Signals) -> bool:
-        """Sends a signal; False if the process is gone."""
+        """Send a signal; False if the process has ended."""
         if not self.alive:
             return False
         try:
@@ -47,7 +47,7 @@ class Process:
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Waits until the process is gone; False if it still runs after `timeout` seconds."""
+        """Wait until the process has ended; False if it still runs after `timeout` seconds."""
         until = time.monotonic() + timeout
         while self.alive:
             if time.monotonic() >= until:
@@ -59,12 +59,13 @@ class Process:
 def launch(
     argv: Sequence[str], *, cwd: Path, console: str, owner: Process | None, remove: Sequence[Path]
 ) -> Process:
-    """Starts a program in a session of its own, its output in the file `console` (in `cwd`, written anew).
+    """Start a program in a session of its own, with its output in the file `console` in `cwd`.
 
-    With an owner the program dies when the owner does, even by SIGKILL, and the paths in `remove` go with it;
-    without one it outlives us. It is no child of ours: nothing to reap. Raises EmbeddedBrokerError if it cannot start.
+    With an owner, the program is killed and the paths in `remove` are removed when the owner ends, even by SIGKILL.
+    Without an owner it outlives this process. It is not a child process, so it needs no wait. Raises
+    EmbeddedBrokerError if it cannot start.
     """
-    order = {
+    request = {
         "argv": list(argv),
         "cwd": str(cwd),
         "console": console,
@@ -73,7 +74,7 @@ def launch(
     }
     answer = subprocess.run(  # noqa: S603 - our own script
         [sys.executable, "-I", "-S", guard.__file__],
-        input=json.dumps(order),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
@@ -82,7 +83,7 @@ def launch(
     )
     if answer.returncode != 0 or not answer.stdout.strip().isdigit():
         raise EmbeddedBrokerError(
-            f"could not start {argv[0]}: {answer.stderr.strip() or 'no process id came back'}"
+            f"could not start {argv[0]}: {answer.stderr.strip() or 'the helper returned no process id'}"
         )
     pid = int(answer.stdout)
-    return Process(pid=pid, started=guard.identity(pid) or "gone before it was seen")
+    return Process(pid=pid, started=guard.identity(pid) or "ended at once")

@@ -1,4 +1,4 @@
-"""How far the fetching of Kafka has come, and two ways to show it: a bar on a terminal, lines elsewhere."""
+"""Progress of fetching Kafka, shown as a bar on a terminal and as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LINE_SECONDS = 10.0
+LINE_INTERVAL_SECONDS = 10.0
 
 
 class DownloadStep(StrEnum):
-    """What is being done, once per machine, before the first broker can start."""
+    """Steps before the first broker of a machine can start."""
 
     WAIT = "waiting for another process that fetches Kafka"
     FIND = "looking up Kafka's jars"
@@ -27,7 +27,7 @@ class DownloadStep(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadProgress:
-    """One report: `done` of `total` in this step. The same report may come again as a sign of life."""
+    """One report: `done` of `total` in this step. Reports may repeat, as a sign of life."""
 
     step: DownloadStep
     done: int
@@ -38,14 +38,14 @@ OnProgress = Callable[[DownloadProgress], None]
 
 
 def silent(_: DownloadProgress) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 @contextmanager
 def shown(stream: TextIO | None = None) -> Iterator[OnProgress]:
-    """A callback that shows progress on stderr (or `stream`): a bar on a terminal, elsewhere a line now and then.
+    """A callback that shows progress on stderr (or `stream`): a bar on a terminal, occasional lines elsewhere.
 
-    Nothing is shown if nothing needs fetching. The bar is gone when the block ends.
+    Without a report nothing is shown. The bar is removed when the block ends.
     """
     stream = sys.stderr if stream is None else stream
     if stream.isatty():
@@ -59,7 +59,7 @@ def shown(stream: TextIO | None = None) -> Iterator[OnProgress]:
 
 @contextmanager
 def _bar(stream: TextIO) -> Iterator[OnProgress]:
-    # Only here is rich needed, and most starts fetch nothing.
+    # Imported here, because most starts fetch nothing.
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
     from rich.progress import Progress as Bar  # noqa: PLC0415
@@ -79,32 +79,32 @@ def _bar(stream: TextIO) -> Iterator[OnProgress]:
 
 
 class Lines:
-    """Plain lines for logs: one when a step begins, one about every ten seconds, one at the end."""
+    """Plain lines for logs: at the start of a step, every ten seconds, and at the end."""
 
-    __slots__ = ("_began", "_heard", "_last", "_step", "_stream")
+    __slots__ = ("_began", "_last", "_reported", "_step", "_stream")
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._step: DownloadStep | None = None
         self._began = 0.0
         self._last = 0.0
-        self._heard = 0.0
+        self._reported = 0.0
 
     def __call__(self, progress: DownloadProgress) -> None:
-        """Takes a report, and prints a line if one is due."""
-        now = self._heard = time.monotonic()
+        """Take a report, and print a line if one is due."""
+        now = self._reported = time.monotonic()
         if self._step is None:
             self._began = now
-        if progress.step is self._step and now - self._last < LINE_SECONDS:
+        if progress.step is self._step and now - self._last < LINE_INTERVAL_SECONDS:
             return
         self._step, self._last = progress.step, now
         counted = f" ({progress.done} of {progress.total})" if progress.total > 1 else ""
         self._print(f"{progress.step.value}{counted}")
 
     def finish(self) -> None:
-        """Prints the last line, if there was a first."""
+        """Print the last line, if there was a first one."""
         if self._step is not None:
-            self._print(f"Kafka is ready after {self._heard - self._began:.0f} s; this was needed only once")
+            self._print(f"Kafka is ready after {self._reported - self._began:.0f} s; later starts skip this")
 
     def _print(self, line: str) -> None:
         self._stream.write(f"keylane: {line}\n")

@@ -1,4 +1,4 @@
-"""The brokers this user has started: one small file each, so that another command can find and stop them."""
+"""Registry of this user's brokers: one small file each, so that other commands can find and stop them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger("keylane.broker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node: where it listens and, once it was started, the process that it is or was."""
+    """A node: its address, and its current or last process; None if it was never started."""
 
     address: Address
     process: Process | None
@@ -27,9 +27,9 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerRecord:
-    """A broker. `owner` is the process it must not outlive; None if it runs until it is stopped.
+    """A broker. `owner` is the process that it must not outlive; None if it is detached.
 
-    `command_folder` is where `keylane broker start` was called; None if a program started it.
+    `command_folder` is the folder in which `keylane broker start` was called; None if a program started it.
     """
 
     id: str
@@ -45,16 +45,16 @@ class BrokerRecord:
 
     @property
     def alive(self) -> bool:
-        """Whether at least one node runs."""
+        """True while at least one node runs."""
         return any(node.process is not None and node.process.alive for node in self.nodes)
 
     @property
     def abandoned(self) -> bool:
-        """Whether its owner is gone, and no node runs."""
+        """True when its owner has ended and no node runs."""
         return self.owner is not None and not self.owner.alive and not self.alive
 
     def with_process(self, number: int, process: Process) -> BrokerRecord:
-        """The same with another process for one node."""
+        """A copy with another process for one node."""
         nodes = (
             replace(node, process=process) if node.address.node == number else node for node in self.nodes
         )
@@ -62,7 +62,7 @@ class BrokerRecord:
 
 
 def folder() -> Path:
-    """Where the files are: below KEYLANE_STATE, or this user's state folder."""
+    """The folder of the files: below KEYLANE_STATE, or in this user's state folder."""
     root = os.environ.get("KEYLANE_STATE") or platformdirs.user_state_dir("keylane")
     return Path(root).absolute() / "brokers"
 
@@ -73,7 +73,7 @@ def path(broker: str) -> Path:
 
 
 def save(record: BrokerRecord) -> None:
-    """Writes a broker's file, whole or not at all."""
+    """Write a broker's file atomically."""
     target = path(record.id)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")
@@ -84,13 +84,13 @@ def save(record: BrokerRecord) -> None:
 
 
 def load(broker: str) -> BrokerRecord | None:
-    """A broker's record; None if there is none by that id, or if its file cannot be read (which is logged)."""
+    """A broker's record; None if its file does not exist, or is damaged (which is logged)."""
     try:
         return _parse(json.loads(path(broker).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as cause:
-        _LOG.warning("%s is damaged and left aside: %r", path(broker), cause)
+        _LOG.warning("ignoring damaged broker file path=%s error=%r", path(broker), cause)
         return None
 
 
@@ -103,7 +103,7 @@ def load_all() -> tuple[BrokerRecord, ...]:
 
 
 def remove(broker: str) -> None:
-    """Forgets a broker; no harm if it was not known."""
+    """Remove a broker's file, if it exists."""
     path(broker).unlink(missing_ok=True)
 
 

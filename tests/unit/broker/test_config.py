@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(20)
 NODES = tuple(Address(node=number, port=2000 + number, controller_port=3000 + number) for number in (1, 2, 3))
 
 
-def test_one_node_needs_one_replica() -> None:
+def test_config_one_node_has_one_replica() -> None:
     properties = server_properties(NODES[0], NODES[:1], {})
     assert properties["offsets.topic.replication.factor"] == "1"
     assert properties["min.insync.replicas"] == "1"
@@ -62,19 +62,19 @@ def test_config_refuses_settings_that_the_broker_decides(name: str) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 10])
 def test_config_refuses_an_impossible_number_of_nodes(nodes: int) -> None:
-    with pytest.raises(EmbeddedBrokerError, match="choose 1 to 9"):
+    with pytest.raises(EmbeddedBrokerError, match="expected 1 to 9 nodes"):
         Broker(nodes=nodes)
 
 
-def test_heaps() -> None:
+def test_heap_is_checked_and_halved_at_the_start() -> None:
     assert heap_flags("512m") == ("-Xmx512m", "-Xms256m")
     assert heap_flags("2G") == ("-Xmx2048m", "-Xms1024m")
     for wrong in ("512", "64m", "much", "-1g", ""):
-        with pytest.raises(EmbeddedBrokerError, match="no heap for Kafka"):
+        with pytest.raises(EmbeddedBrokerError, match="expected a heap of at least 128m"):
             heap_flags(wrong)
 
 
-def test_the_class_archive_is_used_where_there_is_one() -> None:
+def test_class_archive_is_used_if_it_exists() -> None:
     assert "-XX:SharedArchiveFile=/x.jsa" in java_flags("512m", Path("/x.jsa"))
     assert not any("SharedArchiveFile" in flag for flag in java_flags("512m", None))
 
@@ -83,7 +83,7 @@ def test_properties_are_escaped_as_java_reads_them() -> None:
     assert render({"a b": "c:\\d é\n", "e": " f"}) == "a\\ b=c:\\u005cd \\u00e9\\u000a\ne=\\ f\n"
 
 
-def test_ids_are_as_kafka_writes_them() -> None:
+def test_new_ids_have_kafkas_format() -> None:
     for _ in range(200):
         made = new_uuid()
         assert len(made) == 22
@@ -101,7 +101,7 @@ def test_storage_is_formatted_once(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "meta.properties").read_text() == meta
 
 
-def test_a_broker_that_is_not_started_says_so() -> None:
+def test_unstarted_broker_is_an_error() -> None:
     broker = Broker()
     with pytest.raises(EmbeddedBrokerError, match="not started"):
         _ = broker.bootstrap

@@ -29,7 +29,7 @@ JARS = tuple(Jar(path=path, sha256=hashlib.sha256(data).hexdigest()) for path, d
 
 
 class Registry:
-    """Stands in for Ivy: writes the jars, and remembers which were asked for."""
+    """Replaces Ivy: writes the jars and records the requests."""
 
     def __init__(self, content: dict[str, bytes] | None = None) -> None:
         self.content = CONTENT if content is None else content
@@ -54,7 +54,7 @@ def test_every_listed_jar_has_coordinates_and_a_hash() -> None:
     assert {"kafka-tools", "log4j-slf4j-impl"} <= by_name.keys()
 
 
-def test_the_list_is_read_as_sha256sum_writes_it() -> None:
+def test_jar_list_has_the_format_of_sha256sum() -> None:
     assert parse_list("aa  org/x-1.jar\n\nbb  org/y-2.jar\n") == (
         Jar(path="org/x-1.jar", sha256="aa"),
         Jar(path="org/y-2.jar", sha256="bb"),
@@ -80,7 +80,7 @@ def test_jars_are_fetched_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.path.name]
 
 
-def test_a_damaged_jar_is_said_and_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_jar_is_logged_and_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
     folder = ensure_jars(jars=JARS, cache=tmp_path, fetch=registry)
     (folder.path / JARS[1].path).write_bytes(b"flipped")
@@ -90,7 +90,7 @@ def test_a_damaged_jar_is_said_and_fetched_again(tmp_path: Path, caplog: pytest.
     assert registry.asked[1:] == [[JARS[1].path]]
     assert damages(folder.path, JARS) == ()
     assert not (folder.path / "made-from-the-old-jars").exists()
-    assert "beta-2.0.jar in the cache is damaged" in caplog.text
+    assert "fetching damaged jar again" in caplog.text
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.path.name]
 
 
@@ -108,7 +108,7 @@ def test_jars_wrong_at_the_source_are_refused_and_removed(tmp_path: Path) -> Non
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
-def test_a_failed_fetch_leaves_the_old_folder_alone(tmp_path: Path) -> None:
+def test_failed_fetch_keeps_the_old_folder(tmp_path: Path) -> None:
     folder = ensure_jars(jars=JARS, cache=tmp_path, fetch=Registry())
     (folder.path / JARS[0].path).write_bytes(b"flipped")
 
@@ -120,7 +120,7 @@ def test_a_failed_fetch_leaves_the_old_folder_alone(tmp_path: Path) -> None:
     assert (folder.path / JARS[1].path).exists()
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_unwritable_cache_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(EmbeddedBrokerError, match="KEYLANE_CACHE"):
         ensure_jars(jars=JARS, cache=tmp_path / "file" / "cache", fetch=Registry())
@@ -137,7 +137,7 @@ def _ensure_slowly(cache: Path, log: Path) -> None:
     assert damages(folder.path, JARS) == ()
 
 
-def test_of_many_processes_one_fetches_and_the_others_wait(tmp_path: Path) -> None:
+def test_one_of_many_processes_fetches_and_others_wait(tmp_path: Path) -> None:
     log = tmp_path / "log"
     spawn = multiprocessing.get_context("fork") if os.name == "posix" else multiprocessing.get_context()
     processes = [spawn.Process(target=_ensure_slowly, args=(tmp_path / "cache", log)) for _ in range(3)]
@@ -164,7 +164,7 @@ downloading somewhere/beta-2.0.jar ...
 """
 
 
-def test_progress_is_read_from_what_ivy_prints() -> None:
+def test_progress_is_parsed_from_ivys_output() -> None:
     counter = Counter(2)
     assert counter.state == DownloadProgress(step=DownloadStep.FIND, done=0, total=2)
     seen = [counter.read(line) for line in IVY_SAYS.splitlines()]
@@ -184,7 +184,7 @@ def test_jars_are_requested_without_their_dependencies() -> None:
     )
 
 
-def test_proxies_of_the_system_are_told_to_java() -> None:
+def test_system_proxies_become_java_flags() -> None:
     proxies = {"https": "http://proxy.example:8080", "http": "http://proxy.example", "no": "localhost, .corp"}
     assert proxy_flags(proxies) == (
         "-Dhttp.proxyHost=proxy.example",
@@ -209,7 +209,7 @@ def java_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return make
 
 
-def test_a_failed_download_shows_ivys_last_words(
+def test_failed_download_shows_ivys_last_lines(
     tmp_path: Path, java_that_says: Callable[[str, int], None]
 ) -> None:
     java_that_says(
@@ -234,7 +234,7 @@ def test_progress_is_reported_while_ivy_runs(
     assert seen[-1] == DownloadProgress(step=DownloadStep.FETCH, done=2, total=2)
 
 
-def test_plain_lines_come_at_each_step_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_printed_per_step_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     import sys  # noqa: PLC0415 - after capsys has replaced stderr
 
     lines = Lines(sys.stderr)
@@ -245,11 +245,11 @@ def test_plain_lines_come_at_each_step_and_at_the_end(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == [
         "keylane: fetching Kafka's jars (0 of 5)",
         "keylane: preparing Kafka for a quick start",
-        "keylane: Kafka is ready after 0 s; this was needed only once",
+        "keylane: Kafka is ready after 0 s; later starts skip this",
     ]
 
 
-def test_nothing_is_printed_if_nothing_was_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_without_a_fetch(capsys: pytest.CaptureFixture[str]) -> None:
     import sys  # noqa: PLC0415 - after capsys has replaced stderr
 
     Lines(sys.stderr).finish()

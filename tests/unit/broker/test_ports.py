@@ -17,11 +17,11 @@ def test_free_ports_are_different_and_free() -> None:
         require_free(port)
 
 
-def test_free_ports_are_none_that_outgoing_connections_get() -> None:
+def test_free_ports_are_below_those_of_outgoing_connections() -> None:
     assert all(port < 32_768 for port in free_ports(20))
 
 
-def test_a_taken_port_is_named() -> None:
+def test_taken_port_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -31,7 +31,7 @@ def test_a_taken_port_is_named() -> None:
     assert caught.value.port == port
 
 
-def test_a_port_taken_on_all_addresses_is_taken() -> None:
+def test_port_taken_on_all_addresses_is_taken() -> None:
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))  # noqa: S104 - that is the case
         holder.listen()
@@ -40,6 +40,6 @@ def test_a_port_taken_on_all_addresses_is_taken() -> None:
 
 
 @pytest.mark.parametrize("port", [0, -1, 65_536])
-def test_a_number_that_is_no_port_is_refused(port: int) -> None:
-    with pytest.raises(EmbeddedBrokerError, match="is not a port"):
+def test_number_that_is_not_a_port_is_refused(port: int) -> None:
+    with pytest.raises(EmbeddedBrokerError, match="expected a port from 1 to 65535"):
         require_free(port)

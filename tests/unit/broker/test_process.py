@@ -23,7 +23,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_process_launched_has_its_own_session(tmp_path: Path) -> None:
+def test_launched_process_has_its_own_session(tmp_path: Path) -> None:
     argv = ["/bin/sh", "-c", "echo hello; exec sleep 60"]
     process = launch(argv, cwd=tmp_path, console="out", owner=None, remove=[])
     try:
@@ -37,7 +37,7 @@ def test_process_launched_has_its_own_session(tmp_path: Path) -> None:
     assert process.wait(5)
 
 
-def test_a_program_that_cannot_be_started_says_so_in_its_console(tmp_path: Path) -> None:
+def test_failed_start_is_in_the_console_file(tmp_path: Path) -> None:
     process = launch([str(tmp_path / "none")], cwd=tmp_path, console="out", owner=None, remove=[])
     assert process.wait(5)
     assert "cannot start" in (tmp_path / "out").read_text()
@@ -55,7 +55,7 @@ time.sleep(60)
 """
 
 
-def test_a_launched_process_dies_with_its_owner_even_by_sigkill(tmp_path: Path) -> None:
+def test_launched_process_dies_with_its_killed_owner(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as owner:

@@ -49,7 +49,7 @@ def record(
     )
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_saved_record_is_loaded_unchanged(tmp_path: Path) -> None:
     written = record(tmp_path, Process.current(), Process.current())
     registry.save(written)
     assert registry.load("ktest1") == written
@@ -58,14 +58,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert registry.load("ktest1") is None
 
 
-def test_a_running_process_makes_the_broker_run(tmp_path: Path) -> None:
+def test_broker_with_a_running_process_is_running(tmp_path: Path) -> None:
     registry.save(record(tmp_path, Process.current()))
     (found,) = Broker.list()
     assert (found.id, found.state, found.bootstrap) == ("ktest1", BrokerState.RUNNING, "127.0.0.1:21000")
     assert found.nodes[0].pid == os.getpid()
 
 
-def test_a_dead_broker_is_listed_as_dead_and_cleaned_up_by_stop(tmp_path: Path) -> None:
+def test_dead_broker_is_listed_and_removed_by_stop(tmp_path: Path) -> None:
     data = open_folder(tmp_path / "data", broker="ktest1", nodes=1).path
     registry.save(record(data, ended()))
     (found,) = Broker.list()
@@ -75,7 +75,7 @@ def test_a_dead_broker_is_listed_as_dead_and_cleaned_up_by_stop(tmp_path: Path) 
     assert not data.exists()
 
 
-def test_a_reused_process_id_is_not_taken_for_the_broker(tmp_path: Path) -> None:
+def test_reused_process_id_is_not_the_broker(tmp_path: Path) -> None:
     stranger = replace(Process.current(), started="another time")
     registry.save(record(tmp_path, stranger))
     found = Broker.find("ktest1")
@@ -83,26 +83,26 @@ def test_a_reused_process_id_is_not_taken_for_the_broker(tmp_path: Path) -> None
     found.nodes[0].kill()  # must not hit us
 
 
-def test_a_broker_that_never_got_a_process_is_dead(tmp_path: Path) -> None:
+def test_broker_without_a_process_is_dead(tmp_path: Path) -> None:
     registry.save(record(tmp_path, None))
     assert Broker.find("ktest1").state is BrokerState.DEAD
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_what_a_killed_program_left_behind_is_removed(tmp_path: Path, keep: bool) -> None:
+def test_leftovers_of_a_killed_program_are_removed(tmp_path: Path, keep: bool) -> None:
     data = open_folder(tmp_path / "data", broker="ktest1", nodes=1).path
     registry.save(record(data, ended(), owner=ended(), keep=keep))
     assert Broker.list() == ()
     assert data.exists() == keep
 
 
-def test_a_damaged_file_is_left_aside(tmp_path: Path) -> None:
+def test_damaged_broker_file_is_ignored(tmp_path: Path) -> None:
     registry.save(record(tmp_path, Process.current()))
     registry.path("kother").write_text('{"id": "kother"}')
     assert [found.id for found in Broker.list()] == ["ktest1"]
 
 
-def test_an_unknown_id_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_id_is_an_error_with_the_known_ids(tmp_path: Path) -> None:
     registry.save(record(tmp_path, Process.current()))
-    with pytest.raises(EmbeddedBrokerError, match=r"no broker 'kwrong' \(known: ktest1\)"):
+    with pytest.raises(EmbeddedBrokerError, match=r"broker 'kwrong' does not exist \(known: ktest1\)"):
         Broker.find("kwrong")
