@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import sys
@@ -14,6 +15,8 @@ import pytest
 from keylane.broker import Broker
 from keylane.spark import session
 from keylane.testing import Sent, Verdict, check, read_history
+from keylane.worker import session as worker_session
+from keylane.worker.session import WorkerSession
 from support.topics import Log
 
 if TYPE_CHECKING:
@@ -75,6 +78,31 @@ def spark() -> Iterator[SparkSession]:
         yield running
     finally:
         running.stop()
+
+
+@pytest.fixture(autouse=True)
+def _close_clients(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close the clients that worker sessions, ``log``, clusters and planners keep for an app after its last epoch.
+
+    A session that the test drops, as a crash does, is closed too: Python never collects a client with a delivery
+    report that nobody has polled.
+    """
+    kept: dict[int, WorkerSession] = {}
+    keep = WorkerSession.keep_for_next_task
+
+    def keep_noted(session: WorkerSession) -> None:
+        kept[id(session)] = session
+        keep(session)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerSession, "keep_for_next_task", keep_noted)
+        yield
+    worker_session._sessions.clear()
+    while kept:
+        kept.popitem()[1].close()
+    if "log" in request.fixturenames:
+        request.getfixturevalue("log").close_group_consumers()
+    gc.collect()  # clusters and planners are in reference cycles
 
 
 _numbers = itertools.count()

@@ -64,6 +64,12 @@ class Log:
         for topic in topics:
             self.cluster.ensure(topic, partitions, {k.replace("_", "."): v for k, v in config.items()})
 
+    def close_group_consumers(self) -> None:
+        """Close the consumers that read committed offsets; the cluster keeps one for each group."""
+        for consumer in self.cluster._group_consumers.values():
+            consumer.close()
+        self.cluster._group_consumers.clear()
+
     def delete(self, topic: str) -> None:
         """Take a topic away, and wait until it is gone."""
         for future in self.cluster._admin.delete_topics([topic]).values():
