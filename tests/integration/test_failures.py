@@ -548,10 +548,10 @@ def test_a_flood_ends_when_its_letters_are_safe(
     log.create(f"{name}.in", partitions=1)
     sent = log.send(f"{name}.in", [{"key": b"k%d" % (n % 150), "value": b"%d" % n} for n in range(400)])
     slowly = log.settings.producer(**{"linger.ms": 500})
-    make = WorkerSession._make
+    make = WorkerSession._create_producer
     monkeypatch.setattr(
         WorkerSession,
-        "_make",
+        "_create_producer",
         lambda worker_session, use: slowly if use == "letters" else make(worker_session, use),
     )
     broken = True

@@ -182,7 +182,7 @@ def test_a_topic_is_read_whole_in_its_order_or_in_part(log: Log, name: str) -> N
     for each in reader:
         places[each.partition].append(each.offset)
     assert places == {0: list(range(2000)), 1: list(range(2000))}
-    part = read_dead_letters(log.settings, dlq, partitions=[0, 2], start={0: 1998, 2: 5}, upto={0: 2000})
+    part = read_dead_letters(log.settings, dlq, partitions=[0, 2], start={0: 1998, 2: 5}, end={0: 2000})
     assert [each.position for each in part] == ["0@1998", "0@1999"]
     dropped = read_dead_letters(log.settings, dlq)
     next(dropped)

@@ -231,7 +231,7 @@ def _optional(kinds: dict[str, t.DataType], name: str | None, usual: str, kind: 
     _check_exists(kinds, found, usual)
     if kinds[found].simpleString() != kind:
         raise SettingsError(
-            f"ordered({usual}={found!r}): the column must be of type {kind}, got {kinds[found].simpleString()}; cast it, "
-            "or rename it if it is something else"
+            f"ordered({usual}={found!r}): the column must be of type {kind}, got {kinds[found].simpleString()}; cast "
+            "it, or rename it if it is something else"
         )
     return _column(found)

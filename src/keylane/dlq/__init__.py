@@ -1,1 +1,1 @@
-"""Dead letters: record, headers, writer, reader, spool."""
+"""Dead letters: record, headers, writer, reader and local spool."""

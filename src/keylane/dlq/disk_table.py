@@ -1,6 +1,6 @@
-"""A table of what was seen that may be larger than memory: for who reads a whole topic and looks for repetitions.
+"""A set and map on disk, for keys that may not fit into memory.
 
-SQLite keeps it in a temporary file without a name, of which it holds 8 MB in memory; the file goes with the process.
+SQLite keeps it in an unnamed temporary file with a cache of 8 MB. The file disappears with the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CACHE_KB = 8192
 
 
 class DiskTable:
-    """Names, some with a text. Used by one thread at a time."""
+    """Keys, each a tuple of values, some of them with a text. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -24,20 +24,20 @@ class DiskTable:
         self._db.execute("CREATE TABLE seen (name BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
         self._db.execute("BEGIN")
 
-    def add(self, *name: object) -> bool:
-        """Put it there; whether it was not there before."""
-        added = self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, '')", (_digest(name),))
+    def add(self, *key: object) -> bool:
+        """Add a key. False if it was there before."""
+        added = self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, '')", (_digest(key),))
         return added.rowcount == 1
 
-    def put(self, *name: object, text: str) -> None:
-        """Put it there with this text, whatever was there."""
-        self._db.execute("INSERT OR REPLACE INTO seen VALUES (?, ?)", (_digest(name), text))
+    def put(self, *key: object, text: str) -> None:
+        """Add or replace a key with this text."""
+        self._db.execute("INSERT OR REPLACE INTO seen VALUES (?, ?)", (_digest(key), text))
 
-    def get(self, *name: object) -> str | None:
-        """The text of what is there."""
-        found = self._db.execute("SELECT text FROM seen WHERE name = ?", (_digest(name),)).fetchone()
+    def get(self, *key: object) -> str | None:
+        """The text of a key; None if the key is not there."""
+        found = self._db.execute("SELECT text FROM seen WHERE name = ?", (_digest(key),)).fetchone()
         return None if found is None else str(found[0])
 
 
-def _digest(name: tuple[object, ...]) -> bytes:
-    return blake3(repr(name).encode("utf-8", "surrogatepass")).digest(_DIGEST_BYTES)
+def _digest(key: tuple[object, ...]) -> bytes:
+    return blake3(repr(key).encode("utf-8", "surrogatepass")).digest(_DIGEST_BYTES)

@@ -1,20 +1,20 @@
-"""The headers that make a message a dead letter: written and read.
+"""Writer and parser of the headers that make a message a dead letter.
 
-A letter lies in the partition that its message lay in. Key, value and headers are the message's own; behind
-its headers stand ours, ``keylane-app`` first. Everything before the last ``keylane-app`` is the message's.
+A dead letter has its message's partition, key, value and headers. Keylane's headers follow the message's own, with
+``keylane-app`` first. Everything before the last ``keylane-app`` belongs to the message.
 
 ======================  ================================================================================
-``keylane-app``         the app; ``keylane-app-version`` when it has one
+``keylane-app``         the app; ``keylane-app-version`` if it has one
 ``keylane-kind``        ``dead``, ``archived`` (its lane is blocked) or ``parked``
-``keylane-topic``       where the message lay, with ``-partition``, ``-offset`` and ``-timestamp`` (ms; 0: it had none)
-``keylane-topic-id``    Kafka's id of that topic, and ``keylane-cluster`` the cluster's; left out when not known
-``keylane-stage``       where it failed, with ``-error`` (class), ``-message`` and ``-traceback``; a message that was
-                        parked because it stood behind the one that failed has none of these
-``keylane-attempts``    how often it was tried
-``keylane-failures``    the last of them: ``[{"stage": …, "attempt": …, "at": unix seconds, "error": …}, …]``
+``keylane-topic``       of the message, with ``-partition``, ``-offset`` and ``-timestamp`` (ms; 0: it had none)
+``keylane-topic-id``    Kafka's id of that topic, and ``keylane-cluster`` the cluster's; left out if unknown
+``keylane-stage``       the stage that failed, with ``-error`` (class), ``-message`` and ``-traceback``; a message
+                        that was parked behind the one that failed has none of these
+``keylane-attempts``    the number of attempts
+``keylane-failures``    the latest of them: ``[{"stage": …, "attempt": …, "at": unix seconds, "error": …}, …]``
 ``keylane-failed-at``   unix seconds
-``keylane-park``        parked only: the offset at which its lane was parked, the same for all that stood behind
-``keylane-redrives``    how often it was redriven before; left out when never
+``keylane-park``        parked only: the offset at which its lane was parked, the same for all messages behind it
+``keylane-redrives``    how often it was redriven before; left out if never
 ``keylane-headers-unreadable``  why the message's own headers are missing
 ======================  ================================================================================
 """
@@ -38,11 +38,17 @@ if TYPE_CHECKING:
     from keylane.offsets.identity import TopicIdentity
     from keylane.policies.failure_info import FailureInfo
 
-BORDER = "keylane-app"
-"""The first of our headers."""
+FIRST_HEADER = "keylane-app"
+"""The first of Keylane's headers."""
 
-# Bytes. Together they stay below what a dead letter may be larger than its message (cluster.DEAD_LETTER_ROOM_BYTES).
-_MESSAGE, _TRACEBACK, _FAILURES, _NAME, _FAILED = 6_000, 24_000, 16_000, 500, 300
+# Together they stay below cluster.DEAD_LETTER_ROOM_BYTES.
+_MESSAGE_BYTES, _TRACEBACK_BYTES, _FAILURES_BYTES, _NAME_BYTES, _FAILURE_TEXT_BYTES = (
+    6_000,
+    24_000,
+    16_000,
+    500,
+    300,
+)
 
 
 def dead_letter_headers(
@@ -53,27 +59,30 @@ def dead_letter_headers(
     partition: int,
     offset: int,
     timestamp: int | None,
-    letter: FailureInfo | None,
+    failure: FailureInfo | None,
     park: int | None = None,
     redrives: int = 0,
     *,
     at: float | None = None,
     unreadable: str | None = None,
 ) -> Headers:
-    """The headers to put behind the message's own; less than ``cluster.DEAD_LETTER_ROOM_BYTES`` bytes, whatever failed.
+    """The headers to append to the message's own: less than ``cluster.DEAD_LETTER_ROOM_BYTES`` bytes for any failure.
 
-    ``source`` is the topic that the message lay in.
-    ``letter`` is None for a message that is parked behind the one that failed; ``at`` is then when that was.
-    ``unreadable`` says why the message's own headers are missing. Raises ValueError for a park that is no park.
+    ``source``: the message's topic. ``failure``: None for a message that is parked behind the one that failed;
+    ``at`` is then the time of the parking. ``park``: see :attr:`DeadLetter.park`. ``unreadable``: why the message's
+    own headers are missing. Raises ValueError if ``kind`` does not match ``park`` and ``failure``.
     """
     kind = DeadLetterKind(kind)
     if (kind is DeadLetterKind.PARKED) != (park is not None) or (
-        letter is None and kind is not DeadLetterKind.PARKED
+        failure is None and kind is not DeadLetterKind.PARKED
     ):
-        raise ValueError(f"a letter of kind {kind} with park={park} and letter={letter}")
-    failed_at = at if letter is None else letter.failed_at
+        raise ValueError(
+            "expected a park offset for parked dead letters only, and a failure for all others, "
+            f"got {kind=!s}, {park=}, {failure=}"
+        )
+    failed_at = at if failure is None else failure.failed_at
     given: dict[str, bytes | str | int | None] = {
-        BORDER: app,
+        FIRST_HEADER: app,
         "keylane-app-version": app_version,
         "keylane-kind": kind.value,
         "keylane-topic": source.topic,
@@ -82,19 +91,19 @@ def dead_letter_headers(
         "keylane-partition": partition,
         "keylane-offset": offset,
         "keylane-timestamp": timestamp or 0,
-        "keylane-attempts": 0 if letter is None else letter.attempts,
+        "keylane-attempts": 0 if failure is None else failure.attempts,
         "keylane-failed-at": None if failed_at is None else f"{failed_at:.3f}",
         "keylane-park": park,
         "keylane-redrives": redrives or None,
-        "keylane-headers-unreadable": None if unreadable is None else _head(unreadable, _NAME),
+        "keylane-headers-unreadable": None if unreadable is None else _head(unreadable, _NAME_BYTES),
     }
-    if letter is not None:
+    if failure is not None:
         given |= {
-            "keylane-stage": _head(letter.stage, _NAME),
-            "keylane-error": _head(letter.error, _NAME),
-            "keylane-message": _head(letter.message, _MESSAGE),
-            "keylane-traceback": _tail(letter.traceback, _TRACEBACK),
-            "keylane-failures": _failures(letter.failures),
+            "keylane-stage": _head(failure.stage, _NAME_BYTES),
+            "keylane-error": _head(failure.error, _NAME_BYTES),
+            "keylane-message": _head(failure.message, _MESSAGE_BYTES),
+            "keylane-traceback": _tail(failure.traceback, _TRACEBACK_BYTES),
+            "keylane-failures": _failures(failure.failures),
         }
     return [
         (name, value if isinstance(value, bytes) else str(value).encode("utf-8", "replace"))
@@ -104,20 +113,20 @@ def dead_letter_headers(
 
 
 def parse(record: Record) -> DeadLetter | UnreadableDeadLetter:
-    """The letter, or what is wrong with it. Never raises: anybody may have written into the topic."""
+    """The dead letter, or what is wrong with the record. Never raises: anybody may have written into the topic."""
     partition, offset, key, value = record.partition(), record.offset(), record.key(), record.value()
     headers: list[tuple[str, bytes | None]] | None = None
     try:
         headers = list(record.headers() or ())
-        border = _border(headers)
-        has = _Context(headers[border:])
+        own = _count_own_headers(headers)
+        has = _KeylaneHeaders(headers[own:])
         kind = has.kind()
         return DeadLetter(
             partition=partition,
             offset=offset,
             key=key,
             value=value,
-            headers=tuple(headers[:border]),
+            headers=tuple(headers[:own]),
             headers_unreadable=has.text("headers-unreadable"),
             topic=has.name("topic"),
             topic_id=has.text("topic-id") or "",
@@ -140,7 +149,7 @@ def parse(record: Record) -> DeadLetter | UnreadableDeadLetter:
         )
     except UnicodeDecodeError as error:
         reason = f"the name of a header is not UTF-8 ({error})"
-    except _NoLetterError as error:
+    except _MalformedHeadersError as error:
         reason = str(error)
     return UnreadableDeadLetter(
         partition=partition,
@@ -152,19 +161,20 @@ def parse(record: Record) -> DeadLetter | UnreadableDeadLetter:
     )
 
 
-class _NoLetterError(ValueError):
-    """What is wrong with a record that ought to be a letter."""
+class _MalformedHeadersError(ValueError):
+    """What is wrong with the headers of a record in the dead-letter topic."""
 
 
-def _border(headers: Headers) -> int:
-    for place in range(len(headers) - 1, -1, -1):
-        if headers[place][0] == BORDER:
-            return place
-    raise _NoLetterError(f"it has no header {BORDER!r}: Keylane did not write it")
+def _count_own_headers(headers: Headers) -> int:
+    """The number of headers that belong to the message itself."""
+    for index in range(len(headers) - 1, -1, -1):
+        if headers[index][0] == FIRST_HEADER:
+            return index
+    raise _MalformedHeadersError(f"it has no header {FIRST_HEADER!r}: Keylane did not write it")
 
 
-class _Context:
-    """Our headers of one record. Every method raises :class:`_NoLetterError` when its header makes no sense."""
+class _KeylaneHeaders:
+    """Keylane's headers of one record. Methods raise :class:`_MalformedHeadersError` for a malformed header."""
 
     def __init__(self, headers: Headers) -> None:
         self._headers = {name: value for name, value in reversed(headers) if value is not None}
@@ -176,13 +186,13 @@ class _Context:
     def name(self, name: str) -> str:
         found = self.text(name)
         if not found:
-            raise _NoLetterError(f"its header 'keylane-{name}' is missing or empty")
+            raise _MalformedHeadersError(f"its header 'keylane-{name}' is missing or empty")
         return found
 
-    def number(self, name: str, missing: int | None = None) -> int:
+    def number(self, name: str, default: int | None = None) -> int:
         found = self.text(name)
-        if found is None and missing is not None:
-            return missing
+        if found is None and default is not None:
+            return default
         if found is None or not re.fullmatch(r"[0-9]{1,18}", found):
             raise self._wrong(name, "a number", found)
         return int(found)
@@ -196,9 +206,8 @@ class _Context:
     def kind(self) -> DeadLetterKind:
         found = self.text("kind")
         try:
-            return (
-                DeadLetterKind.DEAD if found is None else DeadLetterKind(found)
-            )  # 0.1 wrote none: all were dead
+            # Version 0.1 did not write this header, and all its dead letters were of this kind.
+            return DeadLetterKind.DEAD if found is None else DeadLetterKind(found)
         except ValueError:
             raise self._wrong("kind", f"one of {', '.join(DeadLetterKind)}", found) from None
 
@@ -212,11 +221,11 @@ class _Context:
             raise self._wrong("failures", "a list of attempts as JSON", found) from None
 
     @staticmethod
-    def _wrong(name: str, needed: str, found: str | None) -> _NoLetterError:
+    def _wrong(name: str, expected: str, found: str | None) -> _MalformedHeadersError:
         if found is None:
-            return _NoLetterError(f"its header 'keylane-{name}' is missing")
+            return _MalformedHeadersError(f"its header 'keylane-{name}' is missing")
         shown = found if len(found) <= 60 else found[:60] + "…"
-        return _NoLetterError(f"its header 'keylane-{name}' is {shown!r}, not {needed}")
+        return _MalformedHeadersError(f"its header 'keylane-{name}' is {shown!r}, not {expected}")
 
 
 def _failed(given: Any) -> FailedAttempt:
@@ -227,17 +236,17 @@ def _failed(given: Any) -> FailedAttempt:
 
 
 def _failures(failures: Sequence[FailedAttempt]) -> bytes:
-    """As JSON, the oldest left out when there are too many or they are too long."""
+    """As JSON. The oldest are left out if there are too many or they are too long."""
     kept = [
         {
-            "stage": _head(each.stage, _FAILED).decode(),
+            "stage": _head(each.stage, _FAILURE_TEXT_BYTES).decode(),
             "attempt": each.attempt,
             "at": round(each.at, 3),
-            "error": _head(each.error, _FAILED).decode(),
+            "error": _head(each.error, _FAILURE_TEXT_BYTES).decode(),
         }
         for each in failures[-FAILURES_KEPT:]
     ]
-    while len(text := json.dumps(kept, ensure_ascii=False).encode()) > _FAILURES:
+    while len(text := json.dumps(kept, ensure_ascii=False).encode()) > _FAILURES_BYTES:
         del kept[0]
     return text
 

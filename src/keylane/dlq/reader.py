@@ -1,4 +1,4 @@
-"""The dead letters of an app, read back from ``<app>.dlq``. How one lies there: :mod:`keylane.dlq.headers`."""
+"""Reader of an app's dead letters in ``<app>.dlq``. Their format: :mod:`keylane.dlq.headers`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from keylane.dlq.disk_table import DiskTable
 from keylane.dlq.headers import dead_letter_headers, parse
-from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, Home, UnreadableDeadLetter
+from keylane.dlq.record import (
+    DeadLetter,
+    DeadLetterKind,
+    DeadLetterMessage,
+    ExpectedOrigin,
+    UnreadableDeadLetter,
+)
 from keylane.errors import BrokerError
 from keylane.kafka.client import TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, load_metadata
@@ -21,7 +27,7 @@ __all__ = [
     "DeadLetter",
     "DeadLetterKind",
     "DeadLetterMessage",
-    "Home",
+    "ExpectedOrigin",
     "SeenDeadLetters",
     "UnreadableDeadLetter",
     "dead_letter_headers",
@@ -29,21 +35,21 @@ __all__ = [
     "read_dead_letters",
 ]
 
-PATIENCE = 3 * REQUEST_SECONDS
-"""Seconds without an answer until a reader gives up."""
+SILENCE_SECONDS = 3 * REQUEST_SECONDS
+"""Reading fails after this time without progress."""
 
 
 class SeenDeadLetters:
-    """Recognises letters that stand in the topic more than once: a crash after the letter, before its offset is done.
+    """Recognises copies of a dead letter: a crash between writing it and committing its offset writes it again.
 
-    A message that was redriven and died again has another letter, and so has one that was archived before it died.
+    A message that is redriven and fails again has another dead letter. So has one that was archived first.
     """
 
     def __init__(self) -> None:
         self._seen = DiskTable()
 
     def seen(self, letter: DeadLetter) -> bool:
-        """Whether it was asked about this letter before."""
+        """Whether this is a copy of a dead letter that was given before."""
         source = letter.topic, letter.source_partition, letter.source_offset
         return not self._seen.add(*source, letter.redrives, letter.kind.value)
 
@@ -54,13 +60,13 @@ def read_dead_letters(
     *,
     partitions: Iterable[int] | None = None,
     start: Mapping[int, int] | None = None,
-    upto: Mapping[int, int] | None = None,
+    end: Mapping[int, int] | None = None,
 ) -> Iterator[DeadLetter | UnreadableDeadLetter]:
-    """Dead letters that are in the topic now, in order within each partition, partitions interleaved.
+    """The dead letters that are in the topic now, in order within each partition, with interleaved partitions.
 
-    ``start`` and ``upto`` narrow a partition down to the offsets from the one, up to and without the other. Commits
-    nothing. Holds some 16 MB however much is there; an iterator that is dropped lets go of its consumer.
-    Raises BrokerError at once when the topic or a partition does not exist, and when there is no answer.
+    ``start``, ``end``: limit a partition to the offsets from ``start`` up to, but not including, ``end``. Commits
+    nothing. Buffers 16 MB at most. The consumer is closed when the iterator is exhausted or garbage-collected.
+    Raises BrokerError at once if the topic or a partition does not exist, and if the cluster does not answer.
     """
     cluster = Cluster(settings)
     count = cluster.topics().get(topic)
@@ -71,22 +77,22 @@ def read_dead_letters(
     chosen = list(range(count) if partitions is None else partitions)
     for partition in chosen:
         if not 0 <= partition < count:
-            raise BrokerError(f"topic {topic!r} has no partition {partition}: its last is {count - 1}")
+            raise BrokerError(f"topic {topic!r} has no partition {partition}: the last one is {count - 1}")
     if not chosen:
         return iter(())
-    start, upto = start or {}, upto or {}
+    start, end = start or {}, end or {}
     begins, ends = cluster.ends(topic, chosen, earliest=True), cluster.ends(topic, chosen)
-    spans = {p: range(max(begins[p], start.get(p, 0)), min(ends[p], upto.get(p, ends[p]))) for p in begins}
-    return _read(settings, topic, {p: span for p, span in spans.items() if span}, wait=False)
+    offsets = {p: range(max(begins[p], start.get(p, 0)), min(ends[p], end.get(p, ends[p]))) for p in begins}
+    return _read(settings, topic, {p: wanted for p, wanted in offsets.items() if wanted}, wait=False)
 
 
-def read_all_letters(
+def read_all_dead_letters(
     settings: KafkaSettings, topic: str, partition: int
 ) -> Iterator[DeadLetter | UnreadableDeadLetter]:
-    """Every letter in this partition now, also behind the beginning of an open transaction, which hides it.
+    """All dead letters of a partition, including those behind the start of an open transaction, which hides them.
 
-    Waits for the transaction to end. Raises BrokerError after :data:`PATIENCE` seconds, and as
-    :func:`read_dead_letters`.
+    Waits until the transaction ends. Raises BrokerError after :data:`SILENCE_SECONDS`, and as
+    :func:`read_dead_letters` does.
     """
     cluster = Cluster(settings)
     (begin,) = cluster.ends(topic, [partition], earliest=True).values()
@@ -95,20 +101,21 @@ def read_all_letters(
 
 
 def _read(
-    settings: KafkaSettings, topic: str, spans: Mapping[int, range], *, wait: bool
+    settings: KafkaSettings, topic: str, offsets: Mapping[int, range], *, wait: bool
 ) -> Iterator[DeadLetter | UnreadableDeadLetter]:
-    if not spans:
+    """``wait``: read to the end of the offsets, and wait for transactions that are open there."""
+    if not offsets:
         return
     limits = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384}
-    consumer = settings.consumer(topic.removesuffix(".dlq"), **limits)  # a group that the app has rights on
+    consumer = settings.consumer(topic.removesuffix(".dlq"), **limits)  # a group that the app may use
     try:
         load_metadata(consumer, topic)
         reader = PartitionReader(consumer, topic)
-        reader.assign({p: span.start for p, span in spans.items()})
-        left = {p: span.stop for p, span in spans.items()}
+        reader.assign({p: wanted.start for p, wanted in offsets.items()})
+        left = {p: wanted.stop for p, wanted in offsets.items()}
         hidden = ""
         while left:
-            reader.check_silence(PATIENCE, f"topic {topic!r} was not read to its end", hidden)
+            reader.check_silence(SILENCE_SECONDS, f"topic {topic!r} was not read to its end", hidden)
             progressed = False
             for message in reader.read(0.5, 500):
                 partition, is_end = message.partition(), message.error() is not None
@@ -125,6 +132,6 @@ def _read(
                 if not is_end and message.offset() < end:
                     yield parse(message)
             if progressed:
-                reader.progressed()  # here: the caller may have taken its time
+                reader.progressed()  # after the yields: the caller may have taken long
     finally:
         consumer.close()

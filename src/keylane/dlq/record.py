@@ -1,4 +1,4 @@
-"""A dead letter, as it is read from ``<app>.dlq``, and as the message that it was."""
+"""A dead letter as it was read from ``<app>.dlq``, and the message that it contains."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ _CREATE_TIME = 1  # Kafka's number for a timestamp that the producer has set
 
 
 class DeadLetterKind(StrEnum):
-    """What became of the message's lane."""
+    """What the failure did to the message's lane."""
 
     DEAD = "dead"
-    """It went on."""
+    """The lane continued."""
     ARCHIVED = "archived"
-    """It stands still at this message, which is not done."""
+    """The lane is blocked at this message, which is not done."""
     PARKED = "parked"
-    """It was put aside: this message and all that stood or came behind it."""
+    """The lane is parked: this message and all later ones became dead letters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A dead letter as it was read. ``partition`` and ``offset`` are its place in the dead-letter topic."""
+    """A dead letter. ``partition`` and ``offset`` are its own in the dead-letter topic."""
 
     partition: int
     offset: int
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...]
-    """The message's own."""
+    """The message's own headers."""
     headers_unreadable: str | None
+    """Why the message's own headers are missing; None if they are not."""
     topic: str
     topic_id: str
-    """Kafka's id of the source topic that the message lay in; empty when it is not known."""
+    """Kafka's id of the message's source topic; empty if unknown."""
     cluster: str
-    """The id of the cluster that it lay in; empty when it is not known."""
+    """The id of its cluster; empty if unknown."""
     source_partition: int
     source_offset: int
     timestamp: int | None
     kind: DeadLetterKind
     stage: str | None
-    """None, as are error, message and traceback, when it was parked behind the one that failed."""
+    """None, like error, message and traceback, if it was parked behind the message that failed."""
     error: str | None
     message: str | None
     traceback: str | None
@@ -56,6 +57,7 @@ class DeadLetter:
     failures: tuple[FailedAttempt, ...]
     failed_at: float | None
     park: int | None
+    """Parked only: the source offset of the message that failed."""
     redrives: int
     app: str
     app_version: str | None
@@ -67,7 +69,7 @@ class DeadLetter:
 
     @property
     def identity(self) -> TopicIdentity:
-        """The topic that the message lay in: its offset means something only there."""
+        """The message's source topic. Its offset is only valid there."""
         return TopicIdentity(cluster=self.cluster, topic=self.topic, id=self.topic_id)
 
     @property
@@ -78,7 +80,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableDeadLetter:
-    """What lies in a dead-letter topic and is no dead letter. ``headers`` is None when not even they can be read."""
+    """A record of a dead-letter topic that is not a valid dead letter. ``headers`` is None if they cannot be read."""
 
     partition: int
     offset: int
@@ -94,23 +96,26 @@ class UnreadableDeadLetter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """Whose letters a dead-letter topic holds: those of an app, about its source topic as it is now.
+class ExpectedOrigin:
+    """The origin that the dead letters of an app's topic must have: the app and its current source topic.
 
-    Who may write into that topic may write a letter about anything. A letter counts when it is the app's, its message
-    lay in the source, and in the partition that the letter lies in. Others are foreign: they are listed, with the
-    reason, and never redriven. Letters about a former source, which was deleted, created again or renamed since, are
-    redriven only when an operator names them one by one (``former``): they run before all that the lane has.
+    Anybody with the right to write into the dead-letter topic can write a dead letter about any message. A valid one
+    names the app, the source topic, and the partition that it is in itself. Others are foreign: they are listed with
+    the reason and never redriven. Dead letters about a former source, which was deleted, created again or renamed, are
+    only redriven if an operator names each of them (``former``). They run before everything else in their lane.
     """
 
     app: str
     source: TopicIdentity
-    """Without a name it is not known: then any topic will do."""
+    """Unknown if it has no name: then any topic is accepted."""
 
     def check(
         self, found: DeadLetter | UnreadableDeadLetter, *, former: bool = False
     ) -> DeadLetter | UnreadableDeadLetter:
-        """The letter, when it counts; else what is wrong with it."""
+        """The dead letter if its origin is the expected one, otherwise what is wrong with it.
+
+        ``former``: accept a former source topic too.
+        """
         if not isinstance(found, DeadLetter):
             return found
         reason = self._foreign(found) or ("" if former else self._former(found))
@@ -127,7 +132,7 @@ class Home:
 
     def _foreign(self, letter: DeadLetter) -> str:
         if letter.app != self.app:
-            return f"expected a letter of app {self.app!r}, found one of app {letter.app!r}"
+            return f"expected a dead letter of app {self.app!r}, found one of app {letter.app!r}"
         if letter.source_partition != letter.partition:
             return (
                 f"expected a message of partition {letter.partition}, found one of {letter.source_partition}"
@@ -143,14 +148,14 @@ class Home:
         ):
             if known and its and known != its:
                 return (
-                    f"expected a message of {what} {known!r}, found one of {its!r}: the source as it was before. Name "
-                    "the letter by its place to redrive it all the same"
+                    f"expected a message of {what} {known!r}, found one of {its!r}: the source has changed since. Name "
+                    "the dead letter by its position to redrive it anyway"
                 )
         return ""
 
 
 class DeadLetterMessage:
-    """A letter's message as it lay in the source: a :class:`keylane.message.Record`, to be run again."""
+    """The message of a dead letter as it was in the source, to be run again: a :class:`keylane.message.Record`."""
 
     __slots__ = ("letter",)
 
@@ -162,11 +167,11 @@ class DeadLetterMessage:
         return self.letter.topic
 
     def partition(self) -> int:
-        """Its partition there."""
+        """The partition in the source topic."""
         return self.letter.source_partition
 
     def offset(self) -> int:
-        """Its place there."""
+        """The offset in the source topic."""
         return self.letter.source_offset
 
     def key(self) -> bytes | None:
@@ -178,10 +183,10 @@ class DeadLetterMessage:
         return self.letter.value
 
     def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
-        """The message's own, without the failure's context; None when it has none."""
+        """The message's own headers, without the failure's context; None if it has none."""
         return list(self.letter.headers) or None
 
     def timestamp(self) -> tuple[int, int]:
-        """Kind and milliseconds; ``(0, 0)`` when it had none."""
+        """Kind and milliseconds; ``(0, 0)`` if the message had no timestamp."""
         at = self.letter.timestamp
         return (0, 0) if at is None else (_CREATE_TIME, at)

@@ -35,7 +35,6 @@ from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
-from keylane.engine.output import SentAloneError as SentAloneError  # noqa: PLC0414
 from keylane.engine.pipeline import pipeline_of
 from keylane.engine.refetch import Refetches
 from keylane.engine.runner_pool import RunnerPool

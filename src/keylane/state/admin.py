@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
 from keylane import strict_json as wire
-from keylane.dlq.record import Home
+from keylane.dlq.record import ExpectedOrigin
 from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
@@ -118,11 +118,11 @@ class AdminClient:
         self._state.close()
 
     @property
-    def home(self) -> Home:
+    def home(self) -> ExpectedOrigin:
         """Which letters in the app's dead-letter topic count."""
         identity = self._labels.identity
         assert identity is not None  # noqa: S101 - set above
-        return Home(app=self.app, source=identity.source)
+        return ExpectedOrigin(app=self.app, source=identity.source)
 
     # What there is.
 
@@ -344,7 +344,7 @@ class AdminClient:
         """Read the state of the source as it is now."""
         self._labels = Labels(self._cluster.identity(self.source, f"{self.app}.dlq"))
         versions = VersionStore() if self._versions else None
-        self._state = self._state.of(range(self.partitions), "", versions, labels=self._labels)
+        self._state = self._state.reopen(range(self.partitions), "", versions, labels=self._labels)
         self._state.restore()
 
     def _follow(self) -> None:
@@ -403,7 +403,7 @@ def cancel_command(command: Command) -> Command:
 class KnownDeadLetters:
     """What the state topic says about an app's dead letters."""
 
-    home: Home
+    home: ExpectedOrigin
     redriven: Mapping[int, Container[int]]
     """Offsets in the dead-letter topic, by partition."""
 
@@ -415,5 +415,5 @@ def known_dead_letters(settings: KafkaSettings, app: str) -> KnownDeadLetters:
             return KnownDeadLetters(home=operator.home, redriven=operator.redriven())
     except NeverRanError:
         return KnownDeadLetters(
-            home=Home(app=app, source=TopicIdentity(cluster="", topic="", id="")), redriven={}
+            home=ExpectedOrigin(app=app, source=TopicIdentity(cluster="", topic="", id="")), redriven={}
         )

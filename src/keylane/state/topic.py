@@ -344,7 +344,7 @@ class StateTopic:
                 self._read(message)
         return True
 
-    def of(
+    def reopen(
         self,
         partitions: Iterable[int],
         run: str,
@@ -353,7 +353,7 @@ class StateTopic:
         *,
         labels: Labels,
     ) -> StateTopic:
-        """A view of other partitions, or for another run, through the same client; this one is of no use any more."""
+        """A view of other partitions, or for another run, with the same consumer. Don't use this one afterwards."""
         return StateTopic(
             self._settings,
             self._app,
@@ -400,8 +400,8 @@ class StateTopic:
         """Whether everything below these offsets was read."""
         return all(self._next[p] >= end for p, end in ends.items())
 
-    def begin_again(self) -> None:
-        """For the next epoch: what is still ordered is handed out anew."""
+    def repeat_commands(self) -> None:
+        """For the next epoch: :meth:`take_commands` returns all pending commands again."""
         self._fresh = list(self.commands.values())
 
     @property

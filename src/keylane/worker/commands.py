@@ -12,8 +12,8 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from keylane.dlq.reader import SeenDeadLetters, read_all_letters
-from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, Home
+from keylane.dlq.reader import SeenDeadLetters, read_all_dead_letters
+from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.errors import KeylaneError
 from keylane.offsets.murmur2 import partition_of
@@ -76,7 +76,7 @@ class CommandExecutor(Contributor):
         self._settings = settings
         self._app = app
         self._owner = owner
-        self._home = Home(app=app.name, source=source)
+        self._home = ExpectedOrigin(app=app.name, source=source)
         self._cuts = cuts
         self._wall = wall
         self._source = source
@@ -91,7 +91,7 @@ class CommandExecutor(Contributor):
         self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
         self._awake = asyncio.Event()
         self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
-        self.versions_of_redriven: Callable[[], list[StateRecord]] = list
+        self.redriven_versions: Callable[[], list[StateRecord]] = list
         """Records that must be in the transaction which says what letters were redriven."""
 
     def take(self, commands: Iterable[Command]) -> None:
@@ -259,7 +259,7 @@ class CommandExecutor(Contributor):
             (partition, part_of(REDRIVEN, self._cuts.get(partition, ALL)), self._redriven[partition].encode())
             for partition in sorted(changed)
         ]
-        return [*self.versions_of_redriven(), *records] if records else []
+        return [*self.redriven_versions(), *records] if records else []
 
     def redriven(self, partition: int) -> str:
         """Which letters were redriven, as text."""
@@ -308,7 +308,7 @@ class CommandExecutor(Contributor):
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
         repeats = SeenDeadLetters()
-        letters = await asyncio.to_thread(read_all_letters, self._settings, self._app.dlq, partition)
+        letters = await asyncio.to_thread(read_all_dead_letters, self._settings, self._app.dlq, partition)
         wanted = self._wanted(letters, partition, by_key, repeats)
         while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
             found = []

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
-from keylane.engine.engine import SentAloneError
+from keylane.engine.output import SentAloneError
 from keylane.engine.result_ids import RESULT_ID_MAX, result_headers, result_id_prefix
 from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from keylane.dlq.writer import DeadLetterWriter
     from keylane.engine.delivery import Delivery
     from keylane.engine.dispatch import Result
-    from keylane.engine.engine import Engine, Then
+    from keylane.engine.engine import Engine
+    from keylane.engine.output import Then
     from keylane.kafka.client import Producer
     from keylane.message import Headers
     from keylane.policies.failure_info import FailureInfo
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from keylane.worker.session import WorkerSession
 
 ANY_PARTITION = -1
-RECALL_SECONDS = 2.0
-"""Seconds that results on their way have to be answered when a task ends before they were."""
-CROWDED = 64
-"""Lanes that wait for their turn. More than so many, and the loop is what there is too little of."""
+LAST_REPORTS_SECONDS = 2.0
+"""How long a task that ends waits for the acknowledgements of results in flight."""
+BUSY_LOOP_LANES = 64
+"""Ready lanes. When more of them wait, the event loop is the bottleneck."""
 _HOLD = 0.05
 """Seconds for which results are gathered then, before the client's own."""
 _LOOK = 0.2
@@ -387,7 +388,7 @@ class KafkaOutput:
         now = time.monotonic()
         if now - self._looked < _LOOK or self._producer is None:
             return
-        gathered, self._gathers = self._gathers, self._least > CROWDED
+        gathered, self._gathers = self._gathers, self._least > BUSY_LOOP_LANES
         self._direct = not self._gathers and not self._is_careful()
         self._oldest, self._newest = self._times()
         self._looked, self._least = now, waiting

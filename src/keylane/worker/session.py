@@ -1,7 +1,8 @@
-"""What a worker keeps from one epoch to the next, so that the next begins without a client's start.
+"""Clients and restored state that a worker process keeps from one epoch to the next.
 
-Spark uses its Python workers again, but nobody promises it, nor that a task comes back to the worker that had it: a
-seat saves time and holds nothing that is not in the broker too. It is given up whenever a task does not end as planned.
+A session saves the time to start clients and to read state again. It holds nothing that is not in the broker too:
+Spark usually reuses its Python workers, and gives a task to the same one, but promises neither. A task that does not
+end as planned closes its session.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
 
 
 Use = Literal["results", "alone", "letters", "letter"]
-"""What a client is for: results, results that are sent alone, dead letters, dead letters that are sent alone."""
-LETTER_SECONDS = 10.0
-"""Seconds that the dead-letter topic has to take a letter."""
-LINGER = 1
-"""Milliseconds for which the client gathers by itself. Without it the client begins to send when it is given the first
-of those that were gathered, and sends the others in bits."""
+"""What a producer is for: results, results sent one by one, dead letters, dead letters sent one by one."""
+_DEAD_LETTER_SECONDS = 10.0
+"""How long the producer tries to write a dead letter."""
+_RESULTS_LINGER_MS = 1
+"""The results' default ``linger.ms``. With 0 the producer sends the first of many gathered results alone, and the
+others in small batches."""
 
 
 class WorkerSession:
     """One app's clients in this process. Used by one task at a time.
 
-    ``alone``: every record of a transaction is a batch of its own; such a seat is not kept.
+    ``alone``: every record of a transaction is a batch of its own. Such a session is slow and is not kept.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class WorkerSession:
         self.settings = settings
         self.identity = identity
         self.labels = Labels(identity)
-        self._count = partitions
+        self._source_partitions = partitions
         self.alone = alone
         self._clients: dict[Use, Producer] = {}
-        self._replaced: list[Producer] = []  # that have not answered everything yet
+        self._replaced: list[Producer] = []  # with results that are not acknowledged yet
         exact = {"isolation.level": "read_committed"} if app.delivery == "exactly_once" else {}
-        # "error": the fetcher says what is missing from the log, and where it goes on.
+        # "error": the fetcher reports what is missing from the log, and decides where to continue.
         self.consumer: Consumer = settings.consumer(app.name, **exact, **{"auto.offset.reset": "error"})
         load_metadata(self.consumer, app.source)
-        self.reading: dict[int, int] = {}
-        """The partitions that the consumer is assigned, and where it goes on in each."""
+        self.assigned: dict[int, int] = {}
+        """The partitions that the consumer is assigned, and its next offset in each."""
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
         written = [*([app.sink] if app.sink else []), app.dlq]
@@ -86,51 +87,51 @@ class WorkerSession:
             batch_limit=smallest_limit(*map(self.rules, in_transactions)),
             alone=alone,
         )
-        self.seen: Duplicates | None = None
-        """The event ids that were seen in the last epoch."""
+        self.duplicates: Duplicates | None = None
+        """The event ids of the last epoch."""
         self.versions: VersionStore | None = None
-        """How far the entities of an app with versions are."""
+        """The versions of all entities of the last epoch, for an app with versions."""
         self.run = ""
         self.epoch = -1
-        """The epoch that ended here as planned."""
+        """The last epoch that ended here as planned."""
         self.committed: dict[int, PartitionProgress] = {}
-        """With this progress."""
+        """The progress that it committed."""
         self.committed_at: dict[int, float] = {}
-        """When each partition's offset was committed last, by the monotonic clock."""
+        """When it last committed each partition's offset, by the monotonic clock."""
         self._app = app
         self._sender: TelemetrySender | None = None
         self._state: StateTopic | None = None
         self.partitions: list[int] = []
-        """Whose state it knows."""
+        """The partitions whose state was read."""
 
     def rules(self, topic: str) -> TopicRules:
-        """What a topic takes that the app writes to."""
+        """What the broker accepts in a topic that the app writes to."""
         return self._rules.get(topic, NO_RULES)
 
     def producer(self, use: Use) -> Producer:
-        """A client for what is in no transaction. A new one is ready after half a second."""
+        """The producer for records outside transactions. A new one needs half a second to connect."""
         found = self._clients.get(use)
         if found is None:
-            found = self._clients[use] = self._make(use)
+            found = self._clients[use] = self._create_producer(use)
         return found
 
-    def _make(self, use: Use) -> Producer:
+    def _create_producer(self, use: Use) -> Producer:
         results = use in ("results", "alone")
         rules = self.rules((self._app.sink or "") if results else self._app.dlq)
-        record_limit = rules.record_limit if results else 0  # a letter may be compressed below the topic's
+        record_limit = rules.record_limit if results else 0  # a dead letter may be compressed to fit
         more: dict[str, object] = {"linger.ms": 1}
         if use == "results":
-            more["linger.ms"] = dict(self.settings.extra).get("linger.ms", LINGER)
-            # Otherwise it would write what is behind a batch that the broker rejected, before anybody knows.
+            more["linger.ms"] = dict(self.settings.extra).get("linger.ms", _RESULTS_LINGER_MS)
+            # Otherwise it writes later results before it reports that the broker rejected a batch.
             more["enable.gapless.guarantee"] = True
         elif use != "letters":
             more = {"linger.ms": 0, "batch.num.messages": 1}
-        if not results:  # a letter is given up after a while, a result never
-            more["message.timeout.ms"] = int(LETTER_SECONDS * 1000)
+        if not results:  # a dead letter may go to the spool instead, a result only to the sink
+            more["message.timeout.ms"] = int(_DEAD_LETTER_SECONDS * 1000)
         return self.settings.producer(batch_limit=rules.limit, record_limit=record_limit, **more)
 
     def poll(self) -> None:
-        """Serve the reports of all clients but the results'. Raises KafkaException when one of results has failed."""
+        """Serve delivery reports, except those of ``"results"``. Raises KafkaException when ``"alone"`` has failed."""
         for use, client in list(self._clients.items()):
             if use == "results":
                 continue
@@ -141,25 +142,25 @@ class WorkerSession:
                     raise
                 self.replace(use, client)
         if self._replaced:
-            self._replaced = [client for client in self._replaced if _taken_back(client)]
+            self._replaced = [client for client in self._replaced if _purge(client)]
 
     def replace(self, use: Use, client: Producer) -> None:
-        """Make a new client the next time, unless there is one already: this one writes nothing more."""
+        """Stop using this producer, if it is still in use. The next call of :meth:`producer` creates another one."""
         if self._clients.get(use) is client:
             self._replaced.append(self._clients.pop(use))
 
-    async def recall(self, seconds: float) -> None:
-        """See to it that nothing of what was handed over is written later, and serve the reports of it.
+    async def purge_producers(self, seconds: float) -> None:
+        """Make sure that no producer writes anything later, and serve the delivery reports.
 
-        What was not sent yet is taken back; what was sent has so many seconds for its answer. A client that still had
-        something is not used again.
+        Records that were not sent are purged. Records in flight are waited for, up to ``seconds``. A producer that had
+        any of them is not used again.
         """
         for use, client in list(self._clients.items()):
             if len(client):
                 self.replace(use, client)
         deadline = time.monotonic() + seconds
-        for late in (False, True):
-            while sum(_taken_back(client, in_flight=late) for client in self._replaced):
+        for in_flight in (False, True):
+            while sum(_purge(client, in_flight=in_flight) for client in self._replaced):
                 if time.monotonic() > deadline:
                     deadline += 1.0
                     break
@@ -170,7 +171,7 @@ class WorkerSession:
 
     @property
     def sender(self) -> TelemetrySender:
-        """For telemetry."""
+        """The sender of telemetry, created when it is first used."""
         if self._sender is None:
             self._sender = TelemetrySender(self.settings, self._app.telemetry_topic)
         return self._sender
@@ -178,14 +179,14 @@ class WorkerSession:
     def state(
         self, partitions: Iterable[int], run: str, since: Mapping[int, int] | None = None
     ) -> StateTopic:
-        """The state topic's view of these partitions, read to what this worker has written, at least."""
+        """The state of these partitions, read at least as far as this worker has written. Blocks."""
         wanted = sorted(partitions)
         if (
             self._state is not None
             and (self.run, self.partitions) == (run, wanted)
             and self._state.read_through(self.writer.written, 1.0)
         ):
-            self._state.begin_again()
+            self._state.repeat_commands()
             return self._state
         self.run, self.partitions, self.epoch = run, wanted, -1
         versions = None if self._app.versions is None else VersionStore()
@@ -201,23 +202,23 @@ class WorkerSession:
                 labels=self.labels,
             )
         else:
-            self._state = self._state.of(wanted, run, versions, since, labels=self.labels)
+            self._state = self._state.reopen(wanted, run, versions, since, labels=self.labels)
         self._state.restore()
         return self._state
 
-    def stands(self, epoch: int, starts: Mapping[int, int]) -> bool:
-        """Whether the epoch before this one ended here, at these offsets: then nothing has changed since."""
+    def has_progress_for(self, epoch: int, starts: Mapping[int, int]) -> bool:
+        """Whether the epoch before this one ended here, at these offsets. Then its progress is still right."""
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
 
-    def keep(self) -> None:
-        """For the next task here. Those whose transactions are slow are not kept."""
+    def keep_for_next_task(self) -> None:
+        """Leave the session to the next task in this process; close it if it is slow (``alone``)."""
         if self.alone:
             self.close()
             return
-        _sessions[_session_key(self.settings, self._app, self._count, self.identity)] = self
+        _sessions[_session_key(self.settings, self._app, self._source_partitions, self.identity)] = self
 
     def close(self) -> None:
-        """Give everything up. A claim that still stands is fenced by whoever comes next."""
+        """Close all clients. If the task did not release its claims, the next owner fences it."""
         for client in (*self._clients.values(), *self._replaced):
             discard(client)
         self._clients, self._replaced = {}, []
@@ -229,10 +230,10 @@ class WorkerSession:
             self._state.close()
 
 
-def _taken_back(client: Producer, *, in_flight: bool = False) -> int:
-    """Take back what has not been sent, or everything, and serve the reports; how many are not answered."""
+def _purge(client: Producer, *, in_flight: bool = False) -> int:
+    """Purge records that were not sent, or all, and serve the reports. Return how many have no report yet."""
     for call in (lambda: client.purge(in_flight=in_flight), lambda: client.poll(0)):
-        with contextlib.suppress(KafkaException):  # what it has failed with, said once more
+        with contextlib.suppress(KafkaException):  # it repeats the error that it failed with
             call()
     return len(client)
 
@@ -244,9 +245,10 @@ _sessions: dict[_SessionKey, WorkerSession] = {}
 def _session_key(
     settings: KafkaSettings, app: AppSpec, partitions: int, identity: AppIdentity
 ) -> _SessionKey:
-    """Apps of one name that read other topics, or more partitions, or write in another way, need other clients.
+    """A session fits one app, source, delivery mode and partition count.
 
-    So does an app whose source was deleted and created again: what a seat remembers is about the topic that was.
+    The identity is part of the key because a session remembers offsets: those of a source that was deleted and created
+    again mean nothing.
     """
     return settings, app.name, app.source, app.delivery, partitions, identity
 
@@ -254,7 +256,7 @@ def _session_key(
 def partitions_of_last_epoch(
     settings: KafkaSettings, app: AppSpec, partitions: int, identity: AppIdentity
 ) -> list[int]:
-    """The partitions that this worker had last, and knows; none when it has no seat."""
+    """The partitions of the last epoch in this process; none without a session."""
     found = _sessions.get(_session_key(settings, app, partitions, identity))
     return [] if found is None else found.partitions
 
@@ -262,17 +264,16 @@ def partitions_of_last_epoch(
 def take_session(
     settings: KafkaSettings, app: AppSpec, partitions: int, identity: AppIdentity, *, alone: bool = False
 ) -> WorkerSession:
-    """The worker's seat: nobody else has it until it is kept again. Blocks. Raises BrokerError.
+    """Take the kept session of this process, or create one. Blocks. Raises BrokerError.
 
-    ``partitions`` are those of the source: clients that were made when there were fewer do not know the others.
-    ``alone``: as :class:`WorkerSession` takes it, when a new one has to be made.
+    ``partitions``: how many the source has; clients that were created when it had fewer do not know the new ones.
+    ``alone``: passed to :class:`WorkerSession` when one is created.
     """
-    place = _session_key(settings, app, partitions, identity)
-    found = _sessions.pop(place, None)
+    key = _session_key(settings, app, partitions, identity)
+    found = _sessions.pop(key, None)
     if found is not None:
         return found
-    for other in [
-        other for other in _sessions if other[:4] == place[:4]
-    ]:  # of a source that is no more as it was
+    outdated = [other for other in _sessions if other[:4] == key[:4]]  # another partition count or identity
+    for other in outdated:
         _sessions.pop(other).close()
     return WorkerSession(settings, app, partitions, identity, alone=alone)

@@ -33,7 +33,7 @@ from keylane.worker.held_messages import HeldMessages
 from keylane.worker.last_records import LastRecords
 from keylane.worker.ledger_writer import LedgerWriter
 from keylane.worker.outcome_rows import OutcomeRows
-from keylane.worker.output import CROWDED, RECALL_SECONDS, KafkaOutput
+from keylane.worker.output import BUSY_LOOP_LANES, LAST_REPORTS_SECONDS, KafkaOutput
 from keylane.worker.progress import ProgressTracker
 from keylane.worker.refetch import Refetched, RefetchReader
 from keylane.worker.session import take_session
@@ -166,7 +166,7 @@ class Task:
                 if rejected:
                     raise RejectedError(str(error)) from error
                 raise
-            worker_session.keep()
+            worker_session.keep_for_next_task()
 
     async def _give_up(self, worker_session: WorkerSession, *, again: bool) -> bool:
         """Close the session. If the task is to start ``again``: whether another one has replaced it meanwhile."""
@@ -198,7 +198,7 @@ class Task:
         starts = await asyncio.to_thread(self._progress.restore, worker_session, ownership, state, plan)
         self._ownership = ownership
         commits = self._commits = CommitLoop(
-            app, worker_session, state, ownership, self.owner, pause=lambda: self._progress.rest
+            app, worker_session, state, ownership, self.owner, pause=lambda: self._progress.pause_seconds
         )
         dead_letters = DeadLetterWriter(worker_session, app, self._rejections)
         output = KafkaOutput(
@@ -216,14 +216,14 @@ class Task:
             capacity=app.max_buffered,
             deliver=lambda batch: _call_on(loop, self._held.accept, engine, batch),
             fail=lambda error: _call_on(loop, engine.fail, error),
-            assigned=worker_session.reading,
+            assigned=worker_session.assigned,
             until=plan.until,
             downstream_full=lambda: self._rows.crowded,
-            loop_busy=lambda: len(engine.table.ready) > CROWDED,
+            loop_busy=lambda: len(engine.table.ready) > BUSY_LOOP_LANES,
             stuck=lambda: engine.table.stuck_entries,
             log_end_interval=inf if app.telemetry is None else app.telemetry.interval,
         )
-        worker_session.reading = {}
+        worker_session.assigned = {}
         self._held = HeldMessages(
             fetcher.flows, self._progress.watermarks, self._progress.restored, slot_of=app.slot_of
         )
@@ -248,9 +248,9 @@ class Task:
             room=lambda: fetcher.room,
             used=lambda: fetcher.buffered,
             store=worker_session.versions,
-            duplicates=worker_session.seen,
+            duplicates=worker_session.duplicates,
         )
-        worker_session.seen = engine.duplicates
+        worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail
         commands = self._commands = CommandExecutor(
             engine,
@@ -266,7 +266,7 @@ class Task:
             plan=plan,
         )
         self._progress.restore_lanes(engine, output)
-        commits.contributors = [*self._progress.open(engine, commands), commands]
+        commits.contributors = [*self._progress.connect(engine, commands), commands]
         commits.contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
@@ -319,21 +319,21 @@ class Task:
                 job.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             fetcher.stop_fetching()
-            await dead_letters.end(0.0 if ownership.lost else RECALL_SECONDS)
-            await worker_session.recall(RECALL_SECONDS)
+            await dead_letters.end(0.0 if ownership.lost else LAST_REPORTS_SECONDS)
+            await worker_session.purge_producers(LAST_REPORTS_SECONDS)
             self._rejected = self._rejections.add_suspects(engine.refusals, time.monotonic())
             engine.settle()
             try:
                 await self._commit_last(engine, commits, ownership)
             finally:
-                worker_session.reading = await asyncio.to_thread(fetcher.close)
+                worker_session.assigned = await asyncio.to_thread(fetcher.close)
                 await asyncio.to_thread(refetcher.close)
                 await end_threads(steps, self.owner, app.drain_timeout)
                 self._rows.hand_over()
                 if self._telemetry is not None:
                     self._telemetry.last()
         ownership.check_run()
-        self._progress.leave(plan.epoch)
+        self._progress.save_to_session(plan.epoch)
         log.log(
             level,
             "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",

@@ -86,8 +86,8 @@ class VersionRecords(Contributor):
         slot = self._app.slot_of(key, offset)
         return slot not in mark.slots or mark.is_done(slot, offset)
 
-    def open(self, versions: Versions, progress: ProgressTracker) -> None:
-        """Whom to ask for what has changed, and for the progress that it belongs to."""
+    def connect(self, versions: Versions, progress: ProgressTracker) -> None:
+        """Set where changed versions come from, and the progress that they belong to."""
         self._versions, self._progress = versions, progress
 
     def collect(self, batch: CommitBatch, /) -> None:
@@ -141,7 +141,7 @@ class VersionRecords(Contributor):
                 if not before.without([slots, *newer]):
                     batch.note(partition, name, None)
 
-    def of_redriven(self) -> list[StateRecord]:
+    def redriven_versions(self) -> list[StateRecord]:
         """The versions of redriven messages, whose progress in the source was written before: with their letters."""
         return [
             (partition, VERSION + key, mark.encode())

@@ -17,7 +17,7 @@ from keylane.cli.arguments import moment, place
 from keylane.cli.dlq_summary import MAX_CAUSES, OTHERS, DeadLetterFilter, DeadLetterSummary, normalised
 from keylane.cli.keys import key_argument, parse_key, printable, show_key
 from keylane.cli.main import app, main
-from keylane.dlq.record import DeadLetter, DeadLetterKind, Home, UnreadableDeadLetter
+from keylane.dlq.record import DeadLetter, DeadLetterKind, ExpectedOrigin, UnreadableDeadLetter
 from keylane.errors import KeylaneError, SettingsError
 from keylane.offsets.identity import TopicIdentity
 from keylane.policies.failure_info import FailedAttempt
@@ -348,7 +348,7 @@ Read = list[DeadLetter | UnreadableDeadLetter]
 
 
 def knows(monkeypatch: pytest.MonkeyPatch, redriven: dict[int, set[int]]) -> None:
-    home = Home(app="chat", source=TopicIdentity(cluster="c1", topic="chat.in", id="id-1"))
+    home = ExpectedOrigin(app="chat", source=TopicIdentity(cluster="c1", topic="chat.in", id="id-1"))
     monkeypatch.setattr(
         dlq, "known_dead_letters", lambda _settings, _name: KnownDeadLetters(home=home, redriven=redriven)
     )
@@ -541,7 +541,7 @@ def test_show_says_where_a_parked_one_stood(topic: Read) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"app": "shop"}, "expected a letter of app 'chat', found one of app 'shop'"),
+        ({"app": "shop"}, "expected a dead letter of app 'chat', found one of app 'shop'"),
         (
             {"topic": "other\x1b[2J"},
             "expected a message of topic 'chat.in', found one of 'other\\x1b[2J'",
@@ -549,11 +549,11 @@ def test_show_says_where_a_parked_one_stood(topic: Read) -> None:
         ({"source_partition": 999}, "expected a message of partition 1, found one of 999"),
         (
             {"cluster": "c2"},
-            "expected a message of cluster 'c1', found one of 'c2': the source as it was before. ",
+            "expected a message of cluster 'c1', found one of 'c2': the source has changed since. ",
         ),
         (
             {"topic_id": "id-2"},
-            "expected a message of topic id 'id-1', found one of 'id-2': the source as it was before. ",
+            "expected a message of topic id 'id-1', found one of 'id-2': the source has changed since. ",
         ),
     ],
 )

@@ -53,7 +53,7 @@ OWN: Headers = [("event-id", b"e1"), ("trace", None), ("trace", b""), ("event-id
 def headers(
     kind: DeadLetterKind = DeadLetterKind.DEAD,
     *,
-    letter: FailureInfo | None = None,
+    failure: FailureInfo | None = None,
     park: int | None = None,
     redrives: int = 0,
     timestamp: int | None = 1_699_999_999_000,
@@ -61,7 +61,7 @@ def headers(
     behind: bool = False,
     **more: Any,
 ) -> Headers:
-    dead = None if behind else letter or why()
+    dead = None if behind else failure or why()
     return dead_letter_headers(
         "chat", version, kind, identity().source, 3, 1042, timestamp, dead, park, redrives, **more
     )
@@ -163,8 +163,8 @@ def test_one_that_was_parked_behind_another_has_no_error_of_its_own() -> None:
         (DeadLetterKind.DEAD, True, None),
     ],
 )
-def test_a_park_that_is_none_is_refused(kind: DeadLetterKind, behind: bool, park: int | None) -> None:
-    with pytest.raises(ValueError, match="a letter of kind"):
+def test_kind_park_and_failure_must_fit(kind: DeadLetterKind, behind: bool, park: int | None) -> None:
+    with pytest.raises(ValueError, match="expected a park offset for parked dead letters only"):
         headers(kind, behind=behind, park=park)
 
 
@@ -210,7 +210,7 @@ def test_whatever_an_error_says_can_be_written_and_read(
 ) -> None:
     tries = tuple(FailedAttempt(stage=stage, attempt=n, at=n / 7, error=error) for n in range(failures))
     dead = why(stage=stage, error=error, message=message, traceback=traceback, failures=tries)
-    found = letter(headers(letter=dead))
+    found = letter(headers(failure=dead))
     assert found.message == message.encode("utf-8", "replace").decode()
     assert [each.attempt for each in found.failures] == list(range(failures))[-20:]
 
@@ -220,7 +220,7 @@ def test_the_context_stays_below_the_room_that_a_dead_letter_has(character: str)
     long = character * 100_000
     tries = tuple(FailedAttempt(stage=long, attempt=n, at=1e9, error=long) for n in range(50))
     dead = why(stage=long, error=long, message=long, traceback=long + "the end", failures=tries)
-    context = headers(DeadLetterKind.PARKED, park=1042, letter=dead, unreadable=long, version="v" * 249)
+    context = headers(DeadLetterKind.PARKED, park=1042, failure=dead, unreadable=long, version="v" * 249)
     # As Kafka counts: two lengths of at most five bytes each.
     assert sum(len(name) + len(value or b"") + 10 for name, value in context) < DEAD_LETTER_ROOM_BYTES - 1000
     found = letter(context)
@@ -406,7 +406,7 @@ class Client:
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
     monkeypatch.setattr(letters, "Cluster", lambda settings: settings)
-    monkeypatch.setattr(letters, "PATIENCE", 0.05)
+    monkeypatch.setattr(letters, "SILENCE_SECONDS", 0.05)
     return client
 
 
@@ -429,7 +429,7 @@ def test_a_partition_that_ends_in_records_that_nobody_gets_ends_all_the_same(cli
 def test_offsets_can_be_narrowed_down(client: Client) -> None:
     client.beginning = {2: 1}
     client.replies = [Reply((2, 1)), Reply((2, 2))]
-    assert read(client, partitions=[2], start={2: 0}, upto={2: 2}) == ["2@1"]
+    assert read(client, partitions=[2], start={2: 0}, end={2: 2}) == ["2@1"]
     assert client.assigned == {2: 1}
 
 
@@ -449,7 +449,7 @@ def test_an_app_without_dead_letters_is_told_at_once(client: Client) -> None:
 
 
 def test_a_partition_that_is_not_there_is_told_at_once(client: Client) -> None:
-    with pytest.raises(BrokerError, match=r"'chat\.dlq' has no partition 3: its last is 2"):
+    with pytest.raises(BrokerError, match=r"'chat\.dlq' has no partition 3: the last one is 2"):
         read_dead_letters(cast("KafkaSettings", client), "chat.dlq", partitions=[0, 3])
 
 

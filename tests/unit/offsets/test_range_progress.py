@@ -69,8 +69,8 @@ def test_sharing_forgets_what_an_earlier_generation_wrote() -> None:
 def test_progress_beyond_the_end_of_the_log_is_refused(position: int) -> None:
     """A lane was stuck at 5 when the rest was read; what the log has now may be something else."""
     old = PartitionProgress(watermark=5, position=position, pending=OffsetSet.of([5]))
-    assert ProgressTracker._fitting("orders/0", old, begin=3, end=500) == at(3)
-    assert ProgressTracker._fitting("orders/0", old, begin=3, end=position) == old
+    assert ProgressTracker._fit_to_log("orders/0", old, begin=3, end=500) == at(3)
+    assert ProgressTracker._fit_to_log("orders/0", old, begin=3, end=position) == old
 
 
 @dataclass

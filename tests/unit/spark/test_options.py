@@ -173,7 +173,10 @@ def test_kafka_options_pass_through_under_librdkafkas_names() -> None:
 
 @pytest.mark.parametrize("name", sorted(RESERVED_SETTINGS))
 def test_options_refuse_settings_that_order_depends_on(name: str) -> None:
-    assert complaint(**{f"kafka.{name}": "x"}) == f"option 'kafka.{name}' cannot be set: {RESERVED_SETTINGS[name]}"
+    assert (
+        complaint(**{f"kafka.{name}": "x"})
+        == f"option 'kafka.{name}' cannot be set: {RESERVED_SETTINGS[name]}"
+    )
 
 
 @pytest.mark.parametrize(

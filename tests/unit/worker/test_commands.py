@@ -115,7 +115,7 @@ def parked(offset: int, event_id: bytes) -> DeadLetter:
 
 def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
-    monkeypatch.setattr(commands, "read_all_letters", lambda *_: iter(letters))
+    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
     before = OffsetRuns()
     before.add(0)
     why = FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0)

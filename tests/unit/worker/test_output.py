@@ -14,7 +14,7 @@ from keylane.errors import BrokerError
 from keylane.kafka.rejection import NO_RULES
 from keylane.testing.log import MemoryRecord
 from keylane.worker import output as module
-from keylane.worker.output import CROWDED, KafkaOutput
+from keylane.worker.output import BUSY_LOOP_LANES, KafkaOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ def _every_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK", 0.0)
 
 
-CALM, MANY = 0, CROWDED + 1
+CALM, MANY = 0, BUSY_LOOP_LANES + 1
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
