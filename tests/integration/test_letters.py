@@ -277,7 +277,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
             ["list", "nobody"],
             f"app 'nobody' has no dead letters: topic 'nobody.dlq' does not exist at {log.bootstrap}",
         ),
-        (["show", name, "4@0"], f"topic '{name}.dlq' has no partition 4: its last is 0"),
+        (["show", name, "4@0"], f"topic '{name}.dlq' has no partition 4: the last one is 0"),
         (["show", name, "0@7"], f"no dead letter at {name}.dlq/0@7"),
         (["list", name, "--key", "k"], f"no dead letter of app '{name}' has the key k"),
     ):

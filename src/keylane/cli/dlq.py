@@ -161,8 +161,14 @@ app.command()(redrive)
 
 
 def _at(settings: KafkaSettings, name: str, partition: int, offset: int) -> DeadLetter | UnreadableDeadLetter:
-    span = {"start": {partition: offset}, "upto": {partition: offset + 1}}
-    for letter in read_dead_letters(settings, f"{name}.dlq", partitions=[partition], **span):
+    found = read_dead_letters(
+        settings,
+        f"{name}.dlq",
+        partitions=[partition],
+        start={partition: offset},
+        end={partition: offset + 1},
+    )
+    for letter in found:
         return letter
     raise BrokerError(
         f"no dead letter at {name}.dlq/{partition}@{offset}: the partition ends before it, or retention deleted it. "

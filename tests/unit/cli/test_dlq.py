@@ -360,12 +360,12 @@ def topic(monkeypatch: pytest.MonkeyPatch) -> Read:
     held: Read = []
 
     def read_letters(
-        settings: Any, topic: str, *, partitions: Any = None, start: Any = None, upto: Any = None
+        settings: Any, topic: str, *, partitions: Any = None, start: Any = None, end: Any = None
     ) -> Iterator[DeadLetter | UnreadableDeadLetter]:
         assert topic == "chat.dlq"
         for each in held:
             p = each.partition
-            inside = (start or {}).get(p, 0) <= each.offset < (upto or {}).get(p, 1 << 60)
+            inside = (start or {}).get(p, 0) <= each.offset < (end or {}).get(p, 1 << 60)
             if inside and (partitions is None or p in partitions):
                 yield each
 
