@@ -28,18 +28,18 @@ Format = Literal["text", "json"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FIELDS = ("key", "partition", "offset", "stage", "attempts", "error", "stop")
 """What a line may have beside its text, as ``extra`` of the call."""
-BURST = 10
-"""Lines of one kind that are said within :data:`WINDOW` seconds; the others are counted."""
-WINDOW = 10.0
-KEY = 200
+BURST_LINES_MAX = 10
+"""Lines of one kind that are said within :data:`BURST_WINDOW_SECONDS` seconds; the others are counted."""
+BURST_WINDOW_SECONDS = 10.0
+BYTES_SHOWN = 200
 """Bytes of a key, or of any other bytes, that a line shows."""
-VALUE = 2500
+VALUE_CHARACTERS_MAX = 2500
 """Characters of any other value: an error's text has 2,000."""
-LINE = 8000
+LINE_CHARACTERS_MAX = 8000
 """Characters of a line, before those are escaped that cannot be printed."""
-TRACEBACK = 32_000
+TRACEBACK_CHARACTERS_MAX = 32_000
 """Characters of a traceback."""
-_KINDS = 1000
+_KINDS_REMEMBERED = 1000
 """Kinds of lines that are remembered."""
 
 
@@ -47,7 +47,7 @@ def where(message: Message, **more: Any) -> dict[str, Any]:
     """For ``extra``: which message a line is about."""
     key = message.key
     return {
-        "key": None if key is None else cut_bytes(key, KEY),
+        "key": None if key is None else cut_bytes(key, BYTES_SHOWN),
         "partition": message.partition,
         "offset": message.offset,
         **more,
@@ -78,22 +78,22 @@ def _message(record: logging.LogRecord) -> str:
             text = text % given
         except Exception:  # it is a line all the same
             text = f"{text} {given!r}"
-    return redact(cut(text, LINE))
+    return redact(cut(text, LINE_CHARACTERS_MAX))
 
 
 def short(value: object) -> object:
     """A value for a line, such as a key: a long one is shown as its beginning and its length."""
-    if isinstance(value, bytes) and len(value) > KEY:
-        return _Cut(f"{value[:KEY]!r}… ({len(value):,} bytes)")
-    if isinstance(value, str) and len(value) > VALUE:
-        return _Cut(cut(value, VALUE))
+    if isinstance(value, bytes) and len(value) > BYTES_SHOWN:
+        return _Cut(f"{value[:BYTES_SHOWN]!r}… ({len(value):,} bytes)")
+    if isinstance(value, str) and len(value) > VALUE_CHARACTERS_MAX:
+        return _Cut(cut(value, VALUE_CHARACTERS_MAX))
     if value is None or isinstance(value, int | float | str | bytes):
         return value
     try:
         text = str(value)
     except Exception:  # of whoever made it
         return _Cut(f"<a {type(value).__name__} without a text>")
-    return value if len(text) <= VALUE else _Cut(cut(text, VALUE))
+    return value if len(text) <= VALUE_CHARACTERS_MAX else _Cut(cut(text, VALUE_CHARACTERS_MAX))
 
 
 class _Cut(str):
@@ -119,11 +119,15 @@ class TextFormatter(logging.Formatter):
         if record.exc_info:
             parts.append(printable_lines(self._traceback(record)))
         if record.stack_info:
-            parts.append(printable_lines(redact(cut(record.stack_info, TRACEBACK))))
+            parts.append(printable_lines(redact(cut(record.stack_info, TRACEBACK_CHARACTERS_MAX))))
         return "\n  ".join(parts)
 
     def _traceback(self, record: logging.LogRecord) -> str:
-        return redact(cut(self.formatException(record.exc_info), TRACEBACK)) if record.exc_info else ""
+        return (
+            redact(cut(self.formatException(record.exc_info), TRACEBACK_CHARACTERS_MAX))
+            if record.exc_info
+            else ""
+        )
 
 
 def as_json(level: str, logger: str, message: str, at: float | None = None) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def as_json(level: str, logger: str, message: str, at: float | None = None) -> d
         ),
         "level": level,
         "logger": logger,
-        "message": redact(cut(message, LINE)),
+        "message": redact(cut(message, LINE_CHARACTERS_MAX)),
     }
 
 
@@ -147,19 +151,19 @@ class JsonFormatter(logging.Formatter):
         for name in FIELDS:
             value = getattr(record, name, None)
             if isinstance(value, str):
-                value = cut(value, VALUE)
+                value = cut(value, VALUE_CHARACTERS_MAX)
                 found[name] = value if name == "key" else redact(value)
             elif value is not None:
                 found[name] = value
         if (more := getattr(record, "more", None)) is not None:
             found["more"] = more
         if record.exc_info:
-            found["traceback"] = redact(cut(self.formatException(record.exc_info), TRACEBACK))
+            found["traceback"] = redact(cut(self.formatException(record.exc_info), TRACEBACK_CHARACTERS_MAX))
         return json.dumps(found, default=str)
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Says the first lines of a kind, and how many more there were when :data:`WINDOW` seconds are over.
+    """Says the first lines of a kind, and how many more there were when :data:`BURST_WINDOW_SECONDS` seconds are over.
 
     A kind is a logger and the text of the call, before its values are put in. Errors with tracebacks are lines too.
     """
@@ -171,17 +175,17 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called with the handler's lock held."""
-        name = record.name, record.levelno, str(record.msg)[:KEY]
+        name = record.name, record.levelno, str(record.msg)[:BYTES_SHOWN]
         now = self._clock()
         kind = self._kinds.get(name)
         if kind is None or now >= kind.ends:
             if kind is not None:
                 self._sum_up(kind)
-            if len(self._kinds) >= _KINDS:
+            if len(self._kinds) >= _KINDS_REMEMBERED:
                 self.sum_up()
-            kind = self._kinds[name] = _Kind(ends=now + WINDOW)
+            kind = self._kinds[name] = _Kind(ends=now + BURST_WINDOW_SECONDS)
         kind.said += 1
-        if kind.said <= BURST:
+        if kind.said <= BURST_LINES_MAX:
             super().emit(record)
             return
         kind.left_out += 1
@@ -221,7 +225,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             last.pathname,
             last.lineno,
             "… %d more like this in the last %g s: %s",
-            (kind.left_out, WINDOW, str(last.msg)),
+            (kind.left_out, BURST_WINDOW_SECONDS, str(last.msg)),
             None,
         )
         record.more = kind.left_out

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.publisher")
 
 _KNOWN = ("key", "event_id", "type", "version", "encode", "keyless", "timeout", "bootstrap")
-_POLL = 0.1
-_FULL = 0.005
+_POLL_SECONDS = 0.1
+_FULL_SLEEP_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Publisher:
         """
         event = self._form.event(value, key, event_id, type, version, headers, timestamp)
         while not self._hand_over(event, None):
-            time.sleep(_FULL)
+            time.sleep(_FULL_SLEEP_SECONDS)
         return event.event_id
 
     async def deliver(
@@ -210,7 +210,7 @@ class Publisher:
             self._turn = loop, asyncio.Lock()
         async with self._turn[1]:  # first come, first served: nobody overtakes who waits for room
             while not self._hand_over(event, then):  # noqa: ASYNC110 - the client does not say when there is room
-                await asyncio.sleep(_FULL)
+                await asyncio.sleep(_FULL_SLEEP_SECONDS)
         return await answer
 
     def flush(self) -> None:
@@ -319,7 +319,7 @@ class Publisher:
         """The client's reports; and when a message failed, those behind it are called back."""
         called_back = False
         while not self._ending.is_set():
-            self._producer.poll(_POLL)
+            self._producer.poll(_POLL_SECONDS)
             if self._undelivered and not called_back:
                 called_back = True
                 self._producer.purge(in_flight=False)

@@ -48,7 +48,7 @@ _PLAIN = re.compile(r"\S++")
 _LINE = re.compile(r"[^\n]*+")
 _QUOTES = ("'", '"', "\\")
 _CLOSES = "\"'\\,;)]}"
-_LOOK_BACK = 200
+_LOOK_BACK_CHARACTERS = 200
 """Characters of a name in front of the word that makes it a secret's."""
 
 _BEARER = re.compile(r"\b(Bearer|Basic)\s++[A-Za-z0-9._~+/=-]{8,}+", re.IGNORECASE)
@@ -124,7 +124,7 @@ def _without_values(text: str, lower: str) -> str:
 
 def _before(text: str, since: int, word: int) -> tuple[str, tuple[str, int] | None]:
     """What stands before a name's quotes, and these: which, and behind how many backslashes."""
-    before = text[max(since, word - _LOOK_BACK) : word][::-1]
+    before = text[max(since, word - _LOOK_BACK_CHARACTERS) : word][::-1]
     quotes = _QUOTE_BACKWARDS.match(before, _end(_REST_OF_NAME.match(before)))
     if quotes is None:
         return "", None

@@ -48,12 +48,12 @@ DeliveryMode = Literal["at_least_once", "exactly_once"]
 Commit = Literal["live", "epoch"]
 Unhandled = Literal["poison", "ignore"]
 
-COMMIT_INTERVAL_MAX = 30.0
+COMMIT_INTERVAL_SECONDS_MAX = 30.0
 """Seconds, with ``exactly_once``. A transaction lasts 60: what is left is for large progress, and for the commit."""
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
-_NAME_MAX = 240
-_MAX_BUFFERED_LIMIT = 10_000_000
+_NAME_CHARACTERS_MAX = 240
+_BUFFERED_MESSAGES_LIMIT = 10_000_000
 
 
 class Observer(Protocol):
@@ -166,9 +166,10 @@ class AppSpec:
             raise SettingsError(
                 f"{where}: sink must be an object, found the class {name}; write sink={name}(…)"
             )
-        if len(self.name) > _NAME_MAX:
+        if len(self.name) > _NAME_CHARACTERS_MAX:
             raise SettingsError(
-                f"App {self.name[:20]!r}… is too long: {_NAME_MAX} characters at most, its topics are named after it"
+                f"App {self.name[:20]!r}… is too long: {_NAME_CHARACTERS_MAX} characters at most, "
+                "its topics are named after it"
             )
         _expect(where, _APP_CHECKS, self)
         self._check_topics(where)
@@ -242,10 +243,10 @@ class AppSpec:
             ),
         )
         yield (
-            self.delivery == "exactly_once" and self.commit_interval > COMMIT_INTERVAL_MAX,
+            self.delivery == "exactly_once" and self.commit_interval > COMMIT_INTERVAL_SECONDS_MAX,
             (
-                f"commit_interval must be at most {COMMIT_INTERVAL_MAX:g} seconds with delivery='exactly_once', got "
-                f"{self.commit_interval:g}: the broker ends a transaction after 60"
+                f"commit_interval must be at most {COMMIT_INTERVAL_SECONDS_MAX:g} seconds "
+                f"with delivery='exactly_once', got {self.commit_interval:g}: the broker ends a transaction after 60"
             ),
         )
         yield (
@@ -452,8 +453,8 @@ _APP_CHECKS: tuple[_Check, ...] = (
     ),
     (
         "max_buffered",
-        _is_count(2, _MAX_BUFFERED_LIMIT),
-        f"a whole number from 2 to {_MAX_BUFFERED_LIMIT:,}",
+        _is_count(2, _BUFFERED_MESSAGES_LIMIT),
+        f"a whole number from 2 to {_BUFFERED_MESSAGES_LIMIT:,}",
     ),
     ("delivery", _one_of("at_least_once", "exactly_once"), "'at_least_once' or 'exactly_once'"),
     ("commit", _one_of("live", "epoch"), "'live' or 'epoch'"),

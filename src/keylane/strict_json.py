@@ -25,9 +25,9 @@ MAX_BYTES = 4 << 20
 MAX_DEPTH = 16
 """Levels of nested lists and objects; Keylane's own records have 4."""
 MAX_INT = (1 << 63) - 1
-MAX_TEXT = 64 << 10
+MAX_TEXT_CHARACTERS = 64 << 10
 """Characters of one string."""
-_SHOWN = 60
+_SHOWN_CHARACTERS = 60
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
@@ -85,14 +85,14 @@ def _is_deep(raw: bytes) -> bool:
 def _int(text: str) -> int:
     number = int(text) if len(text) <= 20 else MAX_INT + 1
     if not -MAX_INT - 1 <= number <= MAX_INT:
-        raise MalformedRecordError(f"expected a number of at most 64 bits, got {text[:_SHOWN]}")
+        raise MalformedRecordError(f"expected a number of at most 64 bits, got {text[:_SHOWN_CHARACTERS]}")
     return number
 
 
 def _float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise MalformedRecordError(f"expected a finite number, got {text[:_SHOWN]}")
+        raise MalformedRecordError(f"expected a finite number, got {text[:_SHOWN_CHARACTERS]}")
     return number
 
 
@@ -128,7 +128,7 @@ def seconds(found: object) -> float:
     return made
 
 
-def text(found: object, most: int = MAX_TEXT) -> str:
+def text(found: object, most: int = MAX_TEXT_CHARACTERS) -> str:
     """A text of at most ``most`` characters that can be encoded."""
     if not isinstance(found, str) or len(found) > most:
         raise _not(f"a text of at most {most} characters", found)
@@ -169,7 +169,7 @@ def fields(found: object, *names: str) -> list[Any]:
 def _not(expected: str, found: object) -> MalformedRecordError:
     shown = repr(found) if isinstance(found, int | float | None) else type(found).__name__
     if isinstance(found, str):
-        shown = f"a text of {len(found)} characters: {found[:_SHOWN]!r}"
+        shown = f"a text of {len(found)} characters: {found[:_SHOWN_CHARACTERS]!r}"
     elif isinstance(found, list | dict):
         shown = f"{type(found).__name__} of {len(found)} items"
-    return MalformedRecordError(f"expected {expected}, got {shown[: 2 * _SHOWN]}")
+    return MalformedRecordError(f"expected {expected}, got {shown[: 2 * _SHOWN_CHARACTERS]}")

@@ -79,7 +79,7 @@ def test_lag_names_the_blocked_lane_of_a_stuck_app(
     finally:
         order_stop(log.settings, app.spec.state, 2, "r1")
         running.join()
-    monkeypatch.setattr(lag_watch, "GAP", 0.0)
+    monkeypatch.setattr(lag_watch, "EPOCH_GAP_SECONDS", 0.0)
     found = lag(log, name, code=3)  # which topic it reads is in its telemetry
     assert found["topic"] == source
     assert found["why"][0].startswith("no task of the app is running")

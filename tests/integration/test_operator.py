@@ -387,7 +387,7 @@ def test_dead_letters_are_redriven_by_choice_and_those_that_fail_again_have_a_ne
 def test_orders_that_are_given_while_the_app_is_down_are_carried_out_when_it_starts(
     log: Log, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redrive_module, "SILENCE", 0.5)
+    monkeypatch.setattr(redrive_module, "NO_ANSWER_SECONDS", 0.5)
     shop = Shop(log, name, tmp_path, "block")
     shop.send("a=bad1", "a=2", "b=bad3", "b=4", "c=bad5", "c=6")
     with shop.running():

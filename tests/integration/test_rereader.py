@@ -191,8 +191,8 @@ def test_the_same_offset_for_two_tickets_comes_to_both(callers: Callable[..., Ca
 def test_a_request_far_behind_is_served_before_a_long_pass_ends(
     callers: Callable[..., Caller], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_TURN", 500)
-    monkeypatch.setattr(rereader_module, "_BATCH", 50)
+    monkeypatch.setattr(rereader_module, "_TURN_MESSAGES_MAX", 500)
+    monkeypatch.setattr(rereader_module, "_BATCH_MESSAGES", 50)
     caller = callers(topic)
     served: list[int] = []
     deliver = caller.deliver
@@ -269,7 +269,7 @@ def test_a_log_that_ends_too_soon_is_believed_after_a_while(
     caller.ask(1, 2, [6665, 70_000, 80_000])
     time.sleep(2)
     assert not caller.complete(1), "a broker that has just become the leader may know less for a while"
-    monkeypatch.setattr(rereader_module, "_GONE", 0.5)
+    monkeypatch.setattr(rereader_module, "_MISSING_SECONDS", 0.5)
     caller.wait()
     caller.check(1, 2, {70_000, 80_000})
 
@@ -313,7 +313,7 @@ def test_it_closes_promptly_whatever_it_does(callers: Callable[..., Caller], top
 def test_nothing_is_fetched_ahead_for_nobody(
     callers: Callable[..., Caller], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_IDLE", 0.1)
+    monkeypatch.setattr(rereader_module, "_IDLE_SECONDS", 0.1)
     caller = callers(topic)
     caller.ask(1, 0, [1])
     caller.wait()
@@ -329,8 +329,8 @@ def test_nothing_is_fetched_ahead_for_nobody(
 def test_a_topic_that_was_deleted_is_an_error(
     callers: Callable[..., Caller], log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_GONE", 0.5)
-    monkeypatch.setattr(rereader_module, "_SILENT", 1.0)
+    monkeypatch.setattr(rereader_module, "_MISSING_SECONDS", 0.5)
+    monkeypatch.setattr(rereader_module, "_SILENT_SECONDS", 1.0)
     log.create(name, partitions=1)
     numbered(log, name, 10, 1)
     caller = callers(name, **{"topic.metadata.propagation.max.ms": "500"})
@@ -359,7 +359,7 @@ def test_settings_the_client_refuses_are_an_error() -> None:
 
 @pytest.mark.slow
 def test_an_outage_is_waited_out(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rereader_module, "_BATCH", 50)
+    monkeypatch.setattr(rereader_module, "_BATCH_MESSAGES", 50)
     with Broker() as own:
         there = Log(own.bootstrap)
         there.create(name, partitions=PARTITIONS)
@@ -493,11 +493,11 @@ def test_whatever_is_asked_for_comes_once_and_in_order_and_only_holes_are_missin
     partition_of: dict[int, int] = {}
     cancelled: set[int] = set()
     with (
-        mock.patch.object(rereader_module, "_LEAP", 20),
-        mock.patch.object(rereader_module, "_TURN", 30),
-        mock.patch.object(rereader_module, "_BATCH", 8),
-        mock.patch.object(rereader_module, "_IDLE", 0.0),
-        mock.patch.object(rereader_module, "_GONE", -1.0),
+        mock.patch.object(rereader_module, "_LEAP_OFFSETS_MIN", 20),
+        mock.patch.object(rereader_module, "_TURN_MESSAGES_MAX", 30),
+        mock.patch.object(rereader_module, "_BATCH_MESSAGES", 8),
+        mock.patch.object(rereader_module, "_IDLE_SECONDS", 0.0),
+        mock.patch.object(rereader_module, "_MISSING_SECONDS", -1.0),
     ):
         for ticket in range(data.draw(st.integers(1, 12))):
             partition_of[ticket] = data.draw(st.integers(0, 1))

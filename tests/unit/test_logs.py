@@ -75,15 +75,15 @@ def test_repeated_lines_are_counted_after_the_first(said: Said) -> None:
     for number in range(322):
         said.log.warning("message %d failed", number)
     said.log.warning("something else")
-    assert len(said.lines) == logs.BURST + 1
-    said.clock.now = logs.WINDOW + 0.1
+    assert len(said.lines) == logs.BURST_LINES_MAX + 1
+    said.clock.now = logs.BURST_WINDOW_SECONDS + 0.1
     said.log.warning("message %d failed", 999)
     assert said.lines[-2].endswith("… 312 more like this in the last 10 s: message %d failed")
     assert said.lines[-1].endswith("message 999 failed")
 
 
 def test_left_out_lines_are_reported_after_the_window(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "WINDOW", 0.05)
+    monkeypatch.setattr(logs, "BURST_WINDOW_SECONDS", 0.05)
     for _ in range(15):
         said.log.error("again")
     timer = next(iter(said.handler._kinds.values())).timer
@@ -105,7 +105,7 @@ def test_kind_is_logger_level_and_text(said: Said) -> None:
         said.log.warning(f"text {number}")  # noqa: G004 - each is a kind of its own
         said.log.warning("fixed")
         said.log.error("fixed")
-    assert len(said.lines) == 30 + 2 * logs.BURST
+    assert len(said.lines) == 30 + 2 * logs.BURST_LINES_MAX
 
 
 def test_number_of_kinds_is_bounded(said: Said) -> None:
@@ -143,7 +143,7 @@ def test_every_event_is_one_line(said: Said, said_json: Said) -> None:
 
 
 def test_json_has_the_number_of_left_out_lines(said_json: Said) -> None:
-    for _ in range(logs.BURST + 7):
+    for _ in range(logs.BURST_LINES_MAX + 7):
         said_json.log.warning("again")
     said_json.handler.close()
     assert said_json.facts[-1]["more"] == 7
@@ -175,7 +175,7 @@ def test_a_line_shows_the_beginning_of_a_long_key(said: Said, said_json: Said) -
         one.log.warning("key=%r failed", logs.short(message.key))
         assert "(1,000,000 bytes)" in one.lines[0]
         assert max(map(len, one.lines)) < 1000
-    assert said_json.facts[0]["key"] == "k" * logs.KEY + "… (1,000,000 bytes)"
+    assert said_json.facts[0]["key"] == "k" * logs.BYTES_SHOWN + "… (1,000,000 bytes)"
 
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "\x1b" * 1_000_000, "password" * 100_000, '"' * 1_000_000])
@@ -191,9 +191,13 @@ def test_a_line_is_bounded_in_length_and_time(said: Said, said_json: Said, text:
         except ValueError as error:
             one.log.exception("broken: %s", error)
     assert time.process_time() - began < 2
-    assert max(map(len, said.lines)) < 4 * logs.TRACEBACK + 1000
-    assert max(map(len, said_json.lines)) < 6 * (logs.TRACEBACK + logs.LINE) + 1000
-    assert all(len(line) < 4 * logs.LINE + 100 for line in said.lines if not line.startswith(" "))
+    assert max(map(len, said.lines)) < 4 * logs.TRACEBACK_CHARACTERS_MAX + 1000
+    assert (
+        max(map(len, said_json.lines)) < 6 * (logs.TRACEBACK_CHARACTERS_MAX + logs.LINE_CHARACTERS_MAX) + 1000
+    )
+    assert all(
+        len(line) < 4 * logs.LINE_CHARACTERS_MAX + 100 for line in said.lines if not line.startswith(" ")
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from keylane.dlq.disk_table import DiskTable
 from keylane.dlq.reader import SeenDeadLetters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
 
-SHOWN_UNREADABLE = 20
-_LIMIT = 300
+UNREADABLE_RECORDS_SHOWN = 20
+_CAUSE_CHARACTERS_MAX = 300
 _VARYING = re.compile(
     r"0[xX][0-9a-fA-F]+"
     r"|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"  # a UUID
@@ -28,7 +28,7 @@ def normalised(message: str) -> str:
     >>> normalised("timeout after 31 ms"), normalised("timeout after  32.5 ms")
     ('timeout after # ms', 'timeout after # ms')
     """
-    return _VARYING.sub("#", " ".join(message.split()))[:_LIMIT]
+    return _VARYING.sub("#", " ".join(message.split()))[:_CAUSE_CHARACTERS_MAX]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Cause:
     """Normalised."""
 
 
-MAX_CAUSES = 2000
+CAUSES_MAX = 2000
 """How many causes are counted separately."""
 OTHERS = Cause(stage=None, error=None, message="(further causes, counted together)")
 
@@ -179,7 +179,7 @@ class DeadLetterSummary:
         """Add the next dead letter."""
         if isinstance(letter, UnreadableDeadLetter):
             self.unreadable += 1
-            if len(self.examples) < SHOWN_UNREADABLE:
+            if len(self.examples) < UNREADABLE_RECORDS_SHOWN:
                 self.examples.append(letter)
             return
         cause, at = self._causes.of(letter)
@@ -211,7 +211,7 @@ class DeadLetterSummary:
         )
         group = self._groups.get(cause)
         if group is None:
-            if len(self._groups) >= MAX_CAUSES:
+            if len(self._groups) >= CAUSES_MAX:
                 cause = OTHERS
             group = self._groups.setdefault(cause, CauseGroup(cause, len(self._groups)))
         group.add(line)

@@ -19,8 +19,8 @@ from keylane.errors import BrokerError, SettingsError
 from keylane.telemetry.lag_monitor import LagMonitor, LagView
 from keylane.telemetry.lag_trend import LagTrend
 
-_OF_AN_APP = 3.0
-_OF_A_GROUP = 6.0
+_APP_OBSERVED_SECONDS = 3.0
+_GROUP_OBSERVED_SECONDS = 6.0
 """Most clients commit every five seconds."""
 _CODES = {LagTrend.FALLING_BEHIND: 1, LagTrend.STUCK: 3, LagTrend.NOT_RUNNING: 3}
 
@@ -80,14 +80,18 @@ def lag(
             typer.echo(str(starting))
         raise typer.Exit(0) from None
     watched = LagMonitor(
-        settings, who, source, app=group is None, over=over or (_OF_AN_APP if group is None else _OF_A_GROUP)
+        settings,
+        who,
+        source,
+        app=group is None,
+        over=over or (_APP_OBSERVED_SECONDS if group is None else _GROUP_OBSERVED_SECONDS),
     )
     try:
         if watch:
             _watch(watched, who, source, as_json=as_json)
         else:
             watched.look()
-            time.sleep(over or (_OF_AN_APP if group is None else _OF_A_GROUP))
+            time.sleep(over or (_APP_OBSERVED_SECONDS if group is None else _GROUP_OBSERVED_SECONDS))
             view = watched.look()
             if view is None:
                 raise BrokerError("the broker did not answer two requests")

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from keylane.telemetry.snapshot import Snapshot
 
 _COLOURS = {LagTrend.STUCK: "bold red", LagTrend.NOT_RUNNING: "bold red", LagTrend.FALLING_BEHIND: "yellow"}
-_LONG = 366 * 86_400.0
-_SHOWN = 3
-_WIDE = 100
+_AGE_SECONDS_MAX = 366 * 86_400.0
+_REASONS_SHOWN = 3
+_FULL_TABLE_COLUMNS = 100
 """Columns that the full table needs."""
 
 
@@ -151,9 +151,9 @@ def _standing(one: PartitionView, *, known: bool) -> Iterator[str]:
         )
 
 
-def shown(group: str, topic: str, view: LagView, width: int = _WIDE) -> RenderableType:
+def shown(group: str, topic: str, view: LagView, width: int = _FULL_TABLE_COLUMNS) -> RenderableType:
     """Render for a terminal of this width; a narrow one shows the lag without its two offsets."""
-    offsets = ["END", "COMMITTED"] if width >= _WIDE else []
+    offsets = ["END", "COMMITTED"] if width >= _FULL_TABLE_COLUMNS else []
     made = table("PARTITION", *offsets, "LAG", "IN/S", "OUT/S", "CAUGHT UP IN", "OLDEST NOT DONE", "STATE")
     for column in made.columns[:-2]:
         column.justify = "right"
@@ -202,7 +202,7 @@ def shown(group: str, topic: str, view: LagView, width: int = _WIDE) -> Renderab
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(view.malformed.items()))
         lines.append(Text(f"malformed records in the state topic, ignored: {kinds}"))
     for one in view.partitions:
-        lines += [Text(f"partition {one.partition}: {why}") for why in reasons(view, one)[:_SHOWN]]
+        lines += [Text(f"partition {one.partition}: {why}") for why in reasons(view, one)[:_REASONS_SHOWN]]
     return Group(*lines)
 
 
@@ -244,7 +244,7 @@ def _until(one: PartitionView) -> str:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "never"
-    return "-" if not seconds else "over a year" if seconds > _LONG else age(max(1.0, seconds))
+    return "-" if not seconds else "over a year" if seconds > _AGE_SECONDS_MAX else age(max(1.0, seconds))
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -52,7 +52,7 @@ At = Annotated[
     ),
 ]
 Wait = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the app's answer.")]
-SHOWN = 20
+LANES_SHOWN = 20
 """How many lanes are listed separately."""
 _FAILS_AGAIN_SECONDS = 0.5
 """Seconds during which a message that fails again after a release is reported."""
@@ -360,12 +360,12 @@ def _say(
     answers = heard.answers
     done = {"release": "released", "skip": "skipped"}[do]
     answered = [(lane, command, answers[command.id]) for lane, command in given if command.id in answers]
-    for lane, command, answer in answered[:SHOWN]:
+    for lane, command, answer in answered[:LANES_SHOWN]:
         soon = f"{max(0.0, answer.at - command.at):.1f} s later"
         what = done if answer.ok else f"not {done}, {printable(answer.result)}; answered"
         typer.echo(f"{lane.name}: {what} by task {printable(answer.owner)}, {soon}")
-    if len(answered) > SHOWN:
-        typer.echo(f"… {len(answered) - SHOWN:,} more answers ('keylane lanes audit' shows them)")
+    if len(answered) > LANES_SHOWN:
+        typer.echo(f"… {len(answered) - LANES_SHOWN:,} more answers ('keylane lanes audit' shows them)")
     if len(given) > 1:
         through = sum(answer.ok for answer in answers.values())
         typer.echo(f"{through:,} of {counted(len(given), 'lane')} {done}")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from keylane.spec import AppSpec
     from keylane.telemetry.lag import GroupLag
 
-_EVERY = 10.0
+_LINE_INTERVAL_SECONDS = 10.0
 """Seconds between two lines when the output is not a terminal."""
 _BAR_COLUMNS = 20
-_LAST = 5.0
+_LAST_FIGURES_SECONDS = 5.0
 """Seconds to wait for the final figures."""
 
 
@@ -87,7 +87,7 @@ class RunProgress:
 
         thread = threading.Thread(target=ask, name="keylane-lag", daemon=True)
         thread.start()
-        thread.join(_LAST)
+        thread.join(_LAST_FIGURES_SECONDS)
         return found[0] if found else None
 
     def _meter(self) -> LagMeter:
@@ -98,7 +98,7 @@ class RunProgress:
     def _report(self, meter: LagMeter) -> None:
         before, at = self.first, time.monotonic()
         began = at
-        while not self._ended.wait(1.0 if self._console.is_terminal else _EVERY):
+        while not self._ended.wait(1.0 if self._console.is_terminal else _LINE_INTERVAL_SECONDS):
             try:
                 lag = meter.read()
             except BrokerError as error:

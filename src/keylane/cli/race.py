@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from keylane.spark.query import LaneQuery
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_white", "bright_cyan")
-_LONGEST = 120.0
-_READY = 60.0
+_RACE_SECONDS_MAX = 120.0
+_READY_SECONDS_MAX = 60.0
 
 
 def race(
@@ -53,10 +53,10 @@ def race(
         raise SettingsError(
             "--messages must be at least 1, --keys between 1 and --messages, --work-ms greater than 0"
         )
-    if messages * work_ms > 1000 * _LONGEST * 0.75:
+    if messages * work_ms > 1000 * _RACE_SECONDS_MAX * 0.75:
         raise SettingsError(
             f"the global lane would take {messages * work_ms / 1000:.0f} s: lower --messages or --work-ms "
-            f"(their product may be up to {_LONGEST * 0.75:.0f} s)"
+            f"(their product may be up to {_RACE_SECONDS_MAX * 0.75:.0f} s)"
         )
     tracks = _Race(Console(stderr=True), messages, keys, work_ms / 1000, live=not json).run()
     sound = all(track.sound for track in tracks)
@@ -119,17 +119,19 @@ class _Race:
     def _warm_up(self, bootstrap: str, reader: _Reader, queries: list[LaneQuery]) -> None:
         """Wait for a result from every app: Spark's start is not part of the race."""
         _send(bootstrap, [(b"k0", -1)])
-        deadline = time.monotonic() + _READY
+        deadline = time.monotonic() + _READY_SECONDS_MAX
         while not reader.ready:
             _check(queries)
             if time.monotonic() > deadline:
-                raise KeylaneError(f"some apps had no result after {_READY:.0f} s: is the machine very busy?")
+                raise KeylaneError(
+                    f"some apps had no result after {_READY_SECONDS_MAX:.0f} s: is the machine very busy?"
+                )
             time.sleep(0.05)
 
     def _watch(self, bootstrap: str, tracks: list[Track], queries: list[LaneQuery]) -> None:
         load = [(b"k%d" % (number % self._keys), number) for number in range(self._messages)]
         _send(bootstrap, load)
-        deadline = time.monotonic() + _LONGEST
+        deadline = time.monotonic() + _RACE_SECONDS_MAX
         quiet = not (self._live and self._console.is_terminal)
         told: set[str] = set()
         with Live(console=self._console, refresh_per_second=12, transient=True, auto_refresh=False) as live:

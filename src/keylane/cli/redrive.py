@@ -39,9 +39,9 @@ from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AdminClient, CommandResults
 from keylane.state.commands import Command
 
-SILENCE = 5.0
+NO_ANSWER_SECONDS = 5.0
 """Seconds without a sign of the app after which it is reported as not running."""
-_EVERY = 10.0
+_LINE_INTERVAL_SECONDS = 10.0
 """Seconds between two lines of progress when the output is not a terminal."""
 
 
@@ -225,7 +225,7 @@ def _wait(
     try:
         with _shown(operator, len(commands), before) as tell:
             return operator.wait(
-                commands, timeout=seconds, silence=SILENCE if seconds is None else None, tell=tell
+                commands, timeout=seconds, silence=NO_ANSWER_SECONDS if seconds is None else None, tell=tell
             )
     except KeyboardInterrupt:
         typer.echo("stopped waiting: the commands remain, and the app will carry them out", err=True)
@@ -250,7 +250,7 @@ def _shown(operator: AdminClient, lanes: int, before: int) -> Iterator[Callable[
         def tell(answered: int) -> None:
             nonlocal said
             now = time.monotonic()
-            if now - said < (0.2 if console.is_terminal else _EVERY):
+            if now - said < (0.2 if console.is_terminal else _LINE_INTERVAL_SECONDS):
                 return
             said = now
             done = _redriven(operator) - before

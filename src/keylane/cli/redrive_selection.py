@@ -16,7 +16,7 @@ from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.state.admin import new_command
 from keylane.state.commands import Command
 
-LIMIT = 900_000
+COMMAND_BYTES_MAX = 900_000
 """Largest size of a command in bytes, below a topic's usual limit of 1 MiB: about 60,000 dead letters."""
 
 Takes = Callable[[DeadLetter, Cause, float | None], bool]
@@ -166,7 +166,7 @@ def order_for(app: str, lot: LaneSelection, standing: Iterable[Command], *, whol
         if command.letters is None or (letters is not None and set(letters) <= set(command.letters)):
             return command
     command = new_command("redrive", partition=lot.partition, key=lot.key, letters=letters)
-    if len(command.encode()) + len(command.name) <= LIMIT:
+    if len(command.encode()) + len(command.name) <= COMMAND_BYTES_MAX:
         return command
     if lot.chosen == len(lot):
         return new_command("redrive", partition=lot.partition, key=lot.key)

@@ -13,9 +13,9 @@ from keylane.state.admin import CommandResults
 from keylane.state.answers import RedriveCounts
 from keylane.state.commands import Command
 
-SHOWN = 20
+LANES_SHOWN = 20
 """How many lanes are listed separately."""
-_PLACES = 8
+_POSITIONS_SHOWN = 8
 
 
 def _left_out(choice: RedriveSelection) -> list[str]:
@@ -69,10 +69,10 @@ def print_plan(name: str, choice: RedriveSelection, lots: list[LaneSelection], *
         typer.echo("; ".join([f"nothing to redrive in {name}.dlq", *_left_out(choice)]))
         return
     made = table("LANE", "DEAD LETTERS", "STATE", "SOURCE, IN THIS ORDER")
-    for lot in lots[:SHOWN]:
+    for lot in lots[:LANES_SHOWN]:
         sources = lot.sources()
-        places = [f"{lot.partition}@{source}" for source in sources[:_PLACES]]
-        more = [f"… {len(sources) - _PLACES:,} more"] if len(sources) > _PLACES else []
+        places = [f"{lot.partition}@{source}" for source in sources[:_POSITIONS_SHOWN]]
+        more = [f"… {len(sources) - _POSITIONS_SHOWN:,} more"] if len(sources) > _POSITIONS_SHOWN else []
         made.add_row(
             cell(show_key(lot.key)),
             f"{lot.chosen:,}",
@@ -83,8 +83,8 @@ def print_plan(name: str, choice: RedriveSelection, lots: list[LaneSelection], *
     notes = [
         f"{counted(sum(lot.chosen for lot in lots), 'dead letter')} of {counted(len(lots), 'lane')} would be redriven"
     ]
-    if len(lots) > SHOWN:
-        notes.append(f"{len(lots) - SHOWN:,} lanes not shown")
+    if len(lots) > LANES_SHOWN:
+        notes.append(f"{len(lots) - LANES_SHOWN:,} lanes not shown")
     if whole or any(lot.parked for lot in lots):
         notes.append("also what is parked meanwhile")
     typer.echo("; ".join([*notes, *_left_out(choice)]))
@@ -151,10 +151,10 @@ class RedriveReport:
             bad = [
                 (lot, a) for lot, o in self._lanes if (a := self._answers.get(o.id)) is not None and not a.ok
             ]
-            for lot, answer in bad[:SHOWN]:
+            for lot, answer in bad[:LANES_SHOWN]:
                 typer.echo(f"{lot.name}: {printable(answer.result)}")
-            if len(bad) > SHOWN:
-                typer.echo(f"… {len(bad) - SHOWN:,} more lanes where some messages failed")
+            if len(bad) > LANES_SHOWN:
+                typer.echo(f"… {len(bad) - LANES_SHOWN:,} more lanes where some messages failed")
             if self._sum.dead:
                 typer.echo(f"'keylane dlq list {self._name}' shows why some are dead again")
             if self._sum.parked:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.cli.layout import say
 from keylane.cli.progress import RunProgress
-from keylane.cli.signals import OVERDUE
+from keylane.cli.signals import OVERDUE_EXIT_CODE
 from keylane.kafka.cluster import Cluster
 from keylane.lanes.lane_record import LaneStatus
 from keylane.spark import jvm
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from keylane.spark.query import LaneQuery
     from keylane.spec import AppSpec
 
-_START = 60.0
+_START_SECONDS_MAX = 60.0
 """Seconds that Spark may take to start a query after a stop was requested."""
-_DRAIN = 5.0
+_DRAIN_GRACE_SECONDS = 5.0
 """Seconds for a drain beyond the app's own: for the stop request, the last commit and Spark's report."""
-_END = 15.0
+_END_SECONDS_MAX = 15.0
 """Seconds that Spark may take to end a query after its drain or the drain's time-out."""
-_CLOSE = 30.0
+_CLOSE_SECONDS_MAX = 30.0
 """Seconds for the rest: the final lag, and stopping Spark."""
-_ZOMBIES = 20.0
+_FAILED_TASKS_SECONDS_MAX = 20.0
 """Seconds to wait for tasks of a failed query; then Spark is stopped, and they with it."""
 _CODES = {
     QueryFailureKind.AGAIN: 1,
@@ -72,7 +72,7 @@ class RunEnd:
     def code(self) -> int:
         """The exit code."""
         if self.ended == "stopped":
-            return 0 if self.drained else OVERDUE
+            return 0 if self.drained else OVERDUE_EXIT_CODE
         if self.failure is not None:
             return _CODES[self.failure.kind]
         return 1 if self.stopped_lanes else 0
@@ -125,7 +125,7 @@ class Runner:
         began = time.monotonic()
         try:
             failure = supervise(self._start, self._watch, say=self._say, asked=lambda: self._stopper.asked)
-            self._stopper.runs(_CLOSE, always=True)
+            self._stopper.runs(_CLOSE_SECONDS_MAX, always=True)
             return self._result(failure, time.monotonic() - began)
         finally:
             if not jvm.end() and self._spark is not None:
@@ -160,10 +160,10 @@ class Runner:
             check_still_ours(
                 self._settings, self._app.name, self._app.state
             )  # otherwise the two would replace each other for ever
-        self._stopper.runs(_START)
+        self._stopper.runs(_START_SECONDS_MAX)
         app, again, self._used = self._app, " again" if self._used else "", True
         query = start(app, spark, package=self._package, **self._given)
-        self._stopper.runs(app.drain_timeout + _DRAIN + _END)
+        self._stopper.runs(app.drain_timeout + _DRAIN_GRACE_SECONDS + _END_SECONDS_MAX)
         sink = app.sink or ("no sink" if app.custom_sink is None else type(app.custom_sink).__name__)
         self._say(
             f"app {app.name!r} runs{again}: {app.source} → {sink} at {self._settings.bootstrap}. "
@@ -183,10 +183,10 @@ class Runner:
         return query.exception()
 
     def _drain_time(self, query: LaneQuery) -> float:
-        seconds = self._app.drain_timeout + _DRAIN
+        seconds = self._app.drain_timeout + _DRAIN_GRACE_SECONDS
         if query.lastProgress is None and self._spark is not None and not jvm.running(self._spark):
-            seconds += _START  # the first tasks are still to start, and only need to see the stop request
-            self._stopper.runs(seconds + _END)
+            seconds += _START_SECONDS_MAX  # the first tasks are still to start, and only need to see the stop request
+            self._stopper.runs(seconds + _END_SECONDS_MAX)
         return seconds
 
     def _fit(self) -> SparkSession:
@@ -196,7 +196,7 @@ class Runner:
         self._stopper.nothing_runs()
         if self._spark is not None:
             if jvm.is_alive(self._spark):
-                if jvm.await_idle(self._spark, _ZOMBIES):
+                if jvm.await_idle(self._spark, _FAILED_TASKS_SECONDS_MAX):
                     return self._spark
                 self._say("tasks of the failed query do not end: restarting Spark")
             jvm.discard(self._spark)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OVERDUE = 4
+OVERDUE_EXIT_CODE = 4
 """The exit code of a stop without a complete drain."""
-_LOOK = 0.05
-_LEAVE = 15.0
+_POLL_INTERVAL_SECONDS = 0.05
+_EXIT_SECONDS_MAX = 15.0
 
 
 class AbandonedError(BaseException):
@@ -87,7 +87,7 @@ class StopSignals:
         self._guarding = True
         thread.start()
         while thread.is_alive():
-            thread.join(_LOOK)
+            thread.join(_POLL_INTERVAL_SECONDS)
             self._mind()
         if errors:
             raise errors[0]
@@ -120,7 +120,7 @@ class StopSignals:
             return
         if time.monotonic() > max(since, asked_at or since) + room:
             raise AbandonedError(
-                OVERDUE,
+                OVERDUE_EXIT_CODE,
                 f"Spark did not end within {room:g} s; ending it now. Nothing is lost: "
                 "messages in flight run again next time",
             )
@@ -139,7 +139,7 @@ def last_resort(code: int) -> None:
     """End the process with ``code`` if it still exists in 15 s, whatever blocks it."""
 
     def watch() -> None:
-        time.sleep(_LEAVE)
+        time.sleep(_EXIT_SECONDS_MAX)
         os._exit(code)
 
     threading.Thread(target=watch, name="keylane-last-resort", daemon=True).start()

@@ -31,7 +31,7 @@ app = typer.Typer(
 Key = Annotated[
     str, typer.Argument(metavar="KEY", help="The entity: text, or hex:… for bytes that are not text.")
 ]
-SHOWN = 20
+VERSIONS_SHOWN = 20
 """How many offsets and versions are listed separately."""
 
 
@@ -161,5 +161,5 @@ def _lines(known: dict[str, Any], waiting: list[int]) -> list[str]:
 
 
 def _some(items: list[str]) -> str:
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return ", ".join(items[:SHOWN]) + more
+    more = f" and {len(items) - VERSIONS_SHOWN} more" if len(items) > VERSIONS_SHOWN else ""
+    return ", ".join(items[:VERSIONS_SHOWN]) + more

@@ -24,9 +24,9 @@ TITLES = {
     "global": 'order="global": one after another',
     "key": 'order="key": in order inside a key, keys at once',
 }
-KEEP = 60
+TRACE_MESSAGES_MAX = 60
 """Messages of the trace that are kept."""
-RECENT = 16
+LIVE_TRACE_MESSAGES = 16
 """Messages of the live trace."""
 
 
@@ -84,7 +84,7 @@ class Track:
     doubles: int = 0
     trace: list[Finish] = field(default_factory=list)
     """The first to finish, in the order in which they did."""
-    recent: deque[Finish] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[Finish] = field(default_factory=lambda: deque(maxlen=LIVE_TRACE_MESSAGES))
     """The last to finish so far."""
     _latest: int = -1
     _latest_of: dict[int, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Track:
         self.done += 1
         finish = Finish(number=number, key=of, late=late)
         self.recent.append(finish)
-        if len(self.trace) < KEEP:
+        if len(self.trace) < TRACE_MESSAGES_MAX:
             self.trace.append(finish)
 
     @property

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 EVENT_ID = "event-id"
 DEFAULT_PARTITIONS = 8
-BROKER_WAIT = 10.0
+BROKER_SECONDS_MAX = 10.0
 """Seconds until a broker that does not answer is given up."""
-_STALL = 30.0  # seconds without one acknowledgement until sending is given up
+_STALL_SECONDS_MAX = 30.0  # seconds without one acknowledgement until sending is given up
 _MICROSECONDS = 16  # digits of a due time, until the year 2286
 
 
@@ -170,7 +170,7 @@ def send(load: SeedLoad, target: Target, progress: Callable[[int], None] | None 
     """Sends a load and returns when every message is acknowledged by the broker.
 
     ``progress`` is told the number of messages handed over, a few times a second. Keys go to partitions as Java clients
-    put them there (murmur2). Raises :class:`BrokerError` when no broker answers within ``BROKER_WAIT`` seconds, refuses
+    put them there (murmur2). Raises :class:`BrokerError` when no broker answers within ``BROKER_SECONDS_MAX``, refuses
     the topic or a message, or stops acknowledging; :class:`SettingsError` when the topic has another number of
     partitions than asked for.
     """
@@ -225,18 +225,22 @@ def ensure_topic(target: Target) -> tuple[int, bool]:
     wanted = target.partitions or DEFAULT_PARTITIONS
     topic = NewTopic(target.topic, wanted, target.replication or -1)
     try:
-        admin.create_topics([topic], operation_timeout=BROKER_WAIT)[target.topic].result(BROKER_WAIT)
+        admin.create_topics([topic], operation_timeout=BROKER_SECONDS_MAX)[target.topic].result(
+            BROKER_SECONDS_MAX
+        )
     except KafkaException as error:
         if error.args[0].code() == ClientError.TOPIC_ALREADY_EXISTS:  # somebody else was faster
             return ensure_topic(target)
         raise BrokerError(f"topic {target.topic} could not be created: {error.args[0].str()}") from error
     except TimeoutError as error:
-        raise BrokerError(f"topic {target.topic} could not be created within {BROKER_WAIT:.0f} s") from error
-    deadline = time.monotonic() + BROKER_WAIT
+        raise BrokerError(
+            f"topic {target.topic} could not be created within {BROKER_SECONDS_MAX:.0f} s"
+        ) from error
+    deadline = time.monotonic() + BROKER_SECONDS_MAX
     while _partitions(admin, target) != wanted:  # its creation is acknowledged before every broker knows it
         if time.monotonic() > deadline:
             raise BrokerError(
-                f"topic {target.topic} was created and is still not there after {BROKER_WAIT:.0f} s"
+                f"topic {target.topic} was created and is still not there after {BROKER_SECONDS_MAX:.0f} s"
             )
         time.sleep(0.05)
     return wanted, True
@@ -245,7 +249,7 @@ def ensure_topic(target: Target) -> tuple[int, bool]:
 def _partitions(admin: AdminClient, target: Target) -> int | None:
     # All topics are listed: to ask for one by name may create it.
     try:
-        topics = admin.list_topics(timeout=BROKER_WAIT).topics
+        topics = admin.list_topics(timeout=BROKER_SECONDS_MAX).topics
     except KafkaException as error:
         raise BrokerError(
             f"no broker answers at {target.bootstrap} ({error.args[0].str()}): is it running there? "
@@ -308,9 +312,10 @@ def _flush(producer: Producer, target: Target, failures: list[str]) -> None:
         _poll(producer, target, failures, 0)
         if still != left:
             left, moved = still, time.monotonic()
-        elif time.monotonic() - moved > _STALL:
+        elif time.monotonic() - moved > _STALL_SECONDS_MAX:
             raise BrokerError(
-                f"the broker at {target.bootstrap} acknowledged nothing for {_STALL:.0f} s, {left} messages are open"
+                f"the broker at {target.bootstrap} acknowledged nothing for {_STALL_SECONDS_MAX:.0f} s, "
+                f"{left} messages are open"
             )
 
 

@@ -31,7 +31,7 @@ __all__ = ["Spool", "SpoolError", "SpooledDeadLetter", "default_folder", "folder
 
 log = logging.getLogger("keylane.kafka")
 
-WINDOW_LETTERS = 500
+WINDOW_RECORDS = 500
 WINDOW_BYTES = 16_000_000
 """What is sent before the first acknowledgements are waited for."""
 
@@ -284,7 +284,7 @@ def _send(
         window.append((letter, send(letter)))
         sent += 1
         size += len(letter.value or b"")
-        if len(window) >= WINDOW_LETTERS or size >= WINDOW_BYTES:
+        if len(window) >= WINDOW_RECORDS or size >= WINDOW_BYTES:
             refused += _wait(window, timeout)
             window, size = [], 0
     refused += _wait(window, timeout)

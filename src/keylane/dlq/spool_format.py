@@ -57,7 +57,7 @@ def frame(entry: SpooledDeadLetter) -> bytes:
     return _HEAD.pack(MAGIC, len(payload), _crc(payload)) + payload
 
 
-_SEARCH = 8
+_SEARCH_FILE_SIZES_MAX = 8
 """How often the size of the file may be read while frames are looked for behind a place that holds none."""
 
 
@@ -74,7 +74,9 @@ class SpoolReader:
         self.size = os.fstat(fd).st_size  # what is appended later is not read
         self._fd = fd
         self._topic = topic
-        self._search = _SEARCH * self.size + (1 << 20)  # bytes that may still be read to find a frame
+        self._search = _SEARCH_FILE_SIZES_MAX * self.size + (
+            1 << 20
+        )  # bytes that may still be read to find a frame
 
     def __iter__(self) -> Iterator[SpooledDeadLetter]:
         at = 0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.kafka")
 
-_SHIP_EVERY = 5.0
+_SHIP_INTERVAL_SECONDS = 5.0
 _NOT_TAKEN = (
     ClientError._UNKNOWN_TOPIC,  # noqa: SLF001 - the client's public constants
     ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
@@ -144,7 +144,7 @@ class DeadLetterWriter:
 
         def answered(problem: str | None, alone: bool) -> None:
             self._sour = "" if alone else problem or ""
-            self._sour_until = self._loop.time() + _SHIP_EVERY
+            self._sour_until = self._loop.time() + _SHIP_INTERVAL_SECONDS
             if problem is None or kind == "parked":
                 told(problem)
             else:
@@ -210,7 +210,7 @@ class DeadLetterWriter:
                         log.info("%d dead letters from the spool are in topic %r now", sent, self._app.dlq)
             except (KeylaneError, OSError) as error:
                 log.warning("dead letters wait in %s: %s", self._spool.folder, error)
-            await asyncio.sleep(_SHIP_EVERY)
+            await asyncio.sleep(_SHIP_INTERVAL_SECONDS)
 
     def _mention_foreign(self) -> None:
         own = self._spool.folder

@@ -43,9 +43,9 @@ log = logging.getLogger("keylane.engine")
 
 Ended = Callable[["Delivery", str], None]
 
-_FAILED_LIMIT = 200
-_ERROR_LIMIT = 2000
-_TRACEBACK_LIMIT = 8000
+_SHORT_ERROR_CHARACTERS_MAX = 200
+_ERROR_CHARACTERS_MAX = 2000
+_TRACEBACK_CHARACTERS_MAX = 8000
 
 
 class FailureHandler:
@@ -137,7 +137,12 @@ class FailureHandler:
             failure_state.stage, failure_state.since = stage, wall
         failure_state.attempt = delivery.attempt + 1
         failure_state.failures.append(
-            FailedAttempt(stage=stage, attempt=delivery.attempt, at=wall, error=_text(error, _FAILED_LIMIT))
+            FailedAttempt(
+                stage=stage,
+                attempt=delivery.attempt,
+                at=wall,
+                error=_text(error, _SHORT_ERROR_CHARACTERS_MAX),
+            )
         )
         del failure_state.failures[:-FAILURES_KEPT]
         return failure_state
@@ -170,7 +175,7 @@ class FailureHandler:
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
         """The app's policy. A redriven message lies among the dead letters, and its lane went on without it."""
         policy = self._policy
-        delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_LIMIT]
+        delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_CHARACTERS_MAX]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
         if self._flood is not None and not redriven:
             why = self._flood.failed(
@@ -304,8 +309,8 @@ def _letter(
 ) -> FailureInfo:
     return FailureInfo(
         stage=stage,
-        error=valid(f"{type(error).__module__}.{type(error).__qualname__}", _FAILED_LIMIT),
-        message=_text(error, _ERROR_LIMIT),
+        error=valid(f"{type(error).__module__}.{type(error).__qualname__}", _SHORT_ERROR_CHARACTERS_MAX),
+        message=_text(error, _ERROR_CHARACTERS_MAX),
         traceback=_traceback(error),
         attempts=delivery.attempts,
         failed_at=wall,
@@ -323,7 +328,9 @@ def _text(error: BaseException, limit: int) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        return valid("".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:])[-_TRACEBACK_LIMIT:]
+        return valid("".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS_MAX:])[
+            -_TRACEBACK_CHARACTERS_MAX:
+        ]
     except Exception:  # an error may have attributes of its own making
         return ""
 

@@ -11,7 +11,7 @@ from keylane.message import EVENT_ID
 if TYPE_CHECKING:
     from keylane.message import Headers, Message
 
-RESULT_ID_MAX = 256
+RESULT_ID_BYTES_MAX = 256
 """Bytes of a result's event id, unless its app's and handler's names are longer."""
 
 
@@ -34,7 +34,7 @@ def result_headers(delivery: Message, prefix: bytes) -> Headers:
             own = headers.pop(place)[1] or own
             break
     own = prefix + own
-    if len(own) > RESULT_ID_MAX:
+    if len(own) > RESULT_ID_BYTES_MAX:
         own = prefix + blake3(own).hexdigest(length=16).encode()
     headers.append((EVENT_ID, own))
     return headers

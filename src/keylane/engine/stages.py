@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from keylane.sink import Sink
     from keylane.spec import AppSpec, ResourceSpec, StageSpec
 
-THREADS = 256
+STAGE_THREADS_MAX = 256
 """Threads of a ``def`` stage that has no limit of its own. They are started when needed."""
 
 
@@ -180,7 +180,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             stage.name,
             stage.batching,
             function,
-            limit=stage.max_concurrency if stage.is_async else stage.max_concurrency or THREADS,
+            limit=stage.max_concurrency if stage.is_async else stage.max_concurrency or STAGE_THREADS_MAX,
             retry_share=app.retry_share,
             read=read,
             table=stage.takes.table,
@@ -190,7 +190,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     else:
         function = wrapped(function, app.middleware, stage.name)
         if not stage.is_async:
-            function = _retries_limited(function, stage.max_concurrency or THREADS, app.retry_share)
+            function = _retries_limited(function, stage.max_concurrency or STAGE_THREADS_MAX, app.retry_share)
         if gate is not None:
             function = gate.guard(function)
         if stage.is_async and stage.max_concurrency is not None:
@@ -242,7 +242,9 @@ def _threaded(
 ) -> Callable[[Any], Awaitable[Any]]:
     """The stage in a thread; ``in_context``: with the context variables of its caller, as a middleware set them."""
     # A pool per stage: threads that wait in one stage take none from another. Its size is the stage's limit.
-    pool = ThreadPoolExecutor(stage.max_concurrency or THREADS, thread_name_prefix=f"stage-{stage.name}")
+    pool = ThreadPoolExecutor(
+        stage.max_concurrency or STAGE_THREADS_MAX, thread_name_prefix=f"stage-{stage.name}"
+    )
     stack.callback(pool.shutdown, wait=False, cancel_futures=True)
     loop = asyncio.get_running_loop()
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.engine")
 
-_AGAIN = 5.0
+_RETRY_SECONDS = 5.0
 """Seconds until the letter of a parked lane is tried again."""
 
 FULL_RECORDS = 1000
@@ -297,10 +297,10 @@ class StoppedLanes:
                 short(delivery.key),
                 delivery.position,
                 problem,
-                _AGAIN,
+                _RETRY_SECONDS,
                 extra=where(delivery, error=problem, stop="parked"),
             )
-            self._clock.after(_AGAIN, send)
+            self._clock.after(_RETRY_SECONDS, send)
 
         send()
         self._lanes.passed(lane)

@@ -44,12 +44,12 @@ log = logging.getLogger("keylane.engine")
 
 VERSION = "(version)"
 """Where a message failed because of its version, or waits for one before it."""
-_KEPT_MAX = 2_000
+_RECORDED_WAITS_MAX = 2_000
 """Messages whose waits are written down; what is beyond begins to wait anew after a restart."""
-_PLACES_MAX = 1_000_000
+_EVICTED_MESSAGES_MAX = 1_000_000
 """Held messages of which only the places are kept. What is beyond stays in memory, and reading comes to a stop."""
-_GRACE = 1.0
-_LIVES = 4
+_RESTORED_GRACE_SECONDS = 1.0
+_RESTORED_GRACES_MAX = 4
 """After a restart what is missing may be in the log, and gets so many seconds to be read; but not for ever anew."""
 _WENT_BY = (Outcome.OK, Outcome.IGNORED, Outcome.DEAD, Outcome.SKIPPED)
 _RAN = (Outcome.OK, Outcome.IGNORED)
@@ -238,7 +238,7 @@ class Versions:
     def note_waits(self, kept: dict[int, dict[int, RetryState]]) -> None:
         """Add since when messages wait, by partition and offset: they do not begin anew after a restart."""
         waits = (one for held in self._held.values() for one in held)
-        for one in chain(islice(waits, _KEPT_MAX), self._over.values()):
+        for one in chain(islice(waits, _RECORDED_WAITS_MAX), self._over.values()):
             if not one.redriven:
                 found = kept.setdefault(one.partition, {})
                 found[one.offset] = _waiting(found.get(one.offset), one)
@@ -399,14 +399,16 @@ class Versions:
         due = self._clock.now() + self._rule.wait
         if failure_state is not None and failure_state.waited:  # from before a restart
             held.since, held.lives = failure_state.waited, failure_state.lives + 1
-            grace = min(_GRACE, self._rule.wait) if held.lives <= _LIVES else 0.0
+            grace = (
+                min(_RESTORED_GRACE_SECONDS, self._rule.wait) if held.lives <= _RESTORED_GRACES_MAX else 0.0
+            )
             due = self._clock.now() + max(held.since + self._rule.wait - self._clock.wall(), grace)
         self.holding += 1
         self._in_memory += 1
         self._keep(key, held)
         heappush(self._due, (due, next(self._numbering), key, held))
         self._arm()
-        if self._in_memory > self._memory and self.holding - self._in_memory < _PLACES_MAX:
+        if self._in_memory > self._memory and self.holding - self._in_memory < _EVICTED_MESSAGES_MAX:
             self._let_go(held)
         if len(self._held[key]) > self._rule.max_waiting:
             self._give_up(key, self._held[key][0].version)

@@ -30,7 +30,7 @@ _COLUMNS = (
     "attempt",
     "request_id",
 )
-_INT64 = 1 << 63
+_INT64_END = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def _version(message: Message) -> int | None:
         version = message.version
     except ValueError:
         return None
-    return version if version is not None and -_INT64 <= version < _INT64 else None
+    return version if version is not None and -_INT64_END <= version < _INT64_END else None
 
 
 def _table(rows: Sequence[tuple[Any, ...]], values: pa.Array) -> pa.Table:

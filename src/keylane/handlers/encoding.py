@@ -20,7 +20,7 @@ from typing import Any
 from uuid import UUID
 
 _JSON = (dict, list, tuple, str, bytes, bytearray, int, float)
-_DEEPEST = 50
+_SEARCH_LEVELS_MAX = 50
 """Levels searched for the field that cannot be encoded."""
 
 
@@ -115,7 +115,7 @@ def _explained(value: Any, error: Exception) -> str:
 
 def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any] | None:
     """The path and value of the innermost part that cannot be encoded."""
-    if depth > _DEEPEST or _can(value):
+    if depth > _SEARCH_LEVELS_MAX or _can(value):
         return None
     for name, inner in _inside(value):
         found = _culprit(inner, path + name if path else name.removeprefix("."), depth + 1)

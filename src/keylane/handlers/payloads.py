@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Kind = Literal["dataclass", "msgspec", "pydantic"]
 Read: TypeAlias = Callable[[Any], Any]
 
-_VIOLATIONS = 3
+_VIOLATIONS_SHOWN = 3
 """Violations of a value that its dead letter lists."""
 
 
@@ -125,10 +125,10 @@ def _pydantic_reader(payload: Payload) -> Read:
 def _violations(error: Any) -> str:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     told = []
-    for one in found[:_VIOLATIONS]:
+    for one in found[:_VIOLATIONS_SHOWN]:
         place = ".".join(str(part) for part in one["loc"])
         told.append(f"{place}: {one['msg']}" if place else str(one["msg"]))
-    more = len(found) - _VIOLATIONS
+    more = len(found) - _VIOLATIONS_SHOWN
     return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
 
 

@@ -29,7 +29,7 @@ from itertools import accumulate, count
 from operator import add, sub
 from typing import TYPE_CHECKING
 
-from keylane.offsets.offset_set import SHIFT, SPAN, OffsetBlock, OffsetSet
+from keylane.offsets.offset_set import BLOCK_OFFSETS, BLOCK_SHIFT_BITS, OffsetBlock, OffsetSet
 from keylane.offsets.watermark import PartitionProgress
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
     from keylane.offsets.identity import TopicIdentity
 
-LIMIT = 4096
+METADATA_BYTES_MAX = 4096
 """The default of Kafka's ``offset.metadata.max.bytes``."""
 
 _VERSION = "kl1"
-_CHECKSUM = 4
+_CHECKSUM_BYTES = 4
 
 _BYTES, _PAIRS, _BITMAP = 0, 2, 4
 _DEFLATED = 1
 _FORM_BITS = 3
 
 _STRATEGIES = (zlib.Z_HUFFMAN_ONLY, zlib.Z_DEFAULT_STRATEGY)
-_GAPS_MAX = 2048
+_GAP_OFFSETS_MAX = 2048
 """Offsets of a block that are written as gaps; above this a deflated bitmap is as small and faster."""
 BLOCK_BYTES_MAX = 64 << 20
 """Memory for blocks decoded from a text; a text that needs more is never written."""
@@ -109,9 +109,9 @@ def encode(progress: PartitionProgress, limit: int | None = None) -> str:
         return ""
     position = progress.position
     room = None if limit is None else (limit - len(_VERSION) - 1) // 4 * 3
-    size = _CHECKSUM + len(_varint(position - progress.watermark))
+    size = _CHECKSUM_BYTES + len(_varint(position - progress.watermark))
     weight = 0
-    before = progress.watermark >> SHIFT
+    before = progress.watermark >> BLOCK_SHIFT_BITS
     parts: list[bytes] = []
     for block in progress.pending.blocks:
         part = _varint(block.number - before) + (block.packed or _packed(block))
@@ -155,12 +155,12 @@ def decode(watermark: int, metadata: str | None) -> Restored:
 
 def _decode(watermark: int, text: str) -> PartitionProgress:
     everything = base64.b64decode(text, validate=True)
-    content = everything[_CHECKSUM:]
-    if everything[:_CHECKSUM] != _checksum(watermark, content):
+    content = everything[_CHECKSUM_BYTES:]
+    if everything[:_CHECKSUM_BYTES] != _checksum(watermark, content):
         raise ValueError("wrong checksum: it belongs to another offset, or was changed")
     distance, at = _read_varint(content, 0)
     position = watermark + distance
-    number = watermark >> SHIFT
+    number = watermark >> BLOCK_SHIFT_BITS
     blocks: list[OffsetBlock] = []
     weight = 0
     while at < len(content):
@@ -188,7 +188,7 @@ def _decode(watermark: int, text: str) -> PartitionProgress:
 
 
 def _checksum(watermark: int, content: bytes) -> bytes:
-    return zlib.crc32(content, zlib.crc32(f"{watermark} ".encode())).to_bytes(_CHECKSUM, "little")
+    return zlib.crc32(content, zlib.crc32(f"{watermark} ".encode())).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def _cut(block: OffsetBlock, before: int, room: int) -> tuple[bytes, int]:
@@ -206,13 +206,13 @@ def _cut(block: OffsetBlock, before: int, room: int) -> tuple[bytes, int]:
             best, kept = part, middle
         else:
             high = middle
-    return best, block.number << SHIFT | lows[kept]
+    return best, block.number << BLOCK_SHIFT_BITS | lows[kept]
 
 
 def _packed(block: OffsetBlock) -> bytes:
     """Length, form and content of the block, which caches them."""
     bits = block.bits
-    if bits is None or block.count <= _GAPS_MAX:
+    if bits is None or block.count <= _GAP_OFFSETS_MAX:
         form, raw = _gaps(block.lows())
         deflated = _deflate(raw, zlib.Z_DEFAULT_STRATEGY)
     else:
@@ -229,12 +229,12 @@ def _packed(block: OffsetBlock) -> bytes:
 def _unpacked(number: int, form: int, raw: bytes) -> OffsetBlock:
     if form & _DEFLATED:
         inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-        raw = inflater.decompress(raw, SPAN // 8)
+        raw = inflater.decompress(raw, BLOCK_OFFSETS // 8)
         if not inflater.eof or inflater.unconsumed_tail or inflater.unused_data:
             raise ValueError("a deflated block is not whole")
         form ^= _DEFLATED
     if form == _BITMAP:
-        if len(raw) != SPAN // 8 or not any(raw):
+        if len(raw) != BLOCK_OFFSETS // 8 or not any(raw):
             raise ValueError("a bitmap has the wrong size, or is empty")
         return OffsetBlock.of_bits(number, raw)
     if form not in (_BYTES, _PAIRS):
@@ -244,7 +244,11 @@ def _unpacked(number: int, form: int, raw: bytes) -> OffsetBlock:
     if form == _PAIRS:
         gaps = map(add, raw[:half], (high << 8 for high in raw[half:]))
     lows = list(map(add, accumulate(gaps), count()))
-    if not 0 < len(lows) <= _GAPS_MAX or lows[-1] >= SPAN or (form == _PAIRS and len(raw) % 2):
+    if (
+        not 0 < len(lows) <= _GAP_OFFSETS_MAX
+        or lows[-1] >= BLOCK_OFFSETS
+        or (form == _PAIRS and len(raw) % 2)
+    ):
         raise ValueError("the gaps of a block are too many, too few or too large")
     return OffsetBlock.of(number, lows)
 

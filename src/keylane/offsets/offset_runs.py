@@ -15,7 +15,7 @@ from keylane import strict_json as wire
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_INFLATED_MAX = 8 << 20
+_INFLATED_BYTES_MAX = 8 << 20
 """Bytes of JSON in a record: two million runs. Bounds memory, as a deflated record of 1 MiB can expand to 1 GiB."""
 _NUMBERS = re.compile(rb"\[(?:[0-9]{1,19}+(?:,[0-9]{1,19}+)*+)?+\]")
 
@@ -104,12 +104,12 @@ class OffsetRuns:
         """The reverse of :meth:`encode`. Raises MalformedRecordError."""
         inflater = zlib.decompressobj()
         try:
-            inflated = inflater.decompress(base64.b64decode(value, validate=True), _INFLATED_MAX)
+            inflated = inflater.decompress(base64.b64decode(value, validate=True), _INFLATED_BYTES_MAX)
         except (zlib.error, ValueError) as error:
             raise wire.MalformedRecordError(f"expected a set of offsets: {error}") from error
         if not inflater.eof or inflater.unused_data or not _NUMBERS.fullmatch(inflated):
             raise wire.MalformedRecordError(
-                f"expected a set of offsets as a list of numbers of at most {_INFLATED_MAX:,} bytes"
+                f"expected a set of offsets as a list of numbers of at most {_INFLATED_BYTES_MAX:,} bytes"
             )
         distances = json.loads(inflated)
         if len(distances) % 2 or 0 in distances[1:]:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-SHIFT = 16
-SPAN = 1 << SHIFT
-"""Offsets per block: block *n* covers the offsets from ``n * SPAN``."""
-_LOW = SPAN - 1
-_SPARSE = 512
+BLOCK_SHIFT_BITS = 16
+BLOCK_OFFSETS = 1 << BLOCK_SHIFT_BITS
+"""Offsets per block: block *n* covers the offsets from ``n * BLOCK_OFFSETS``."""
+_LOW_BITS_MASK = BLOCK_OFFSETS - 1
+_LIST_OFFSETS_MAX = 512
 """Up to this many offsets a block is a list, two bytes each; above it is a bitmap of 8 KiB."""
 _number = attrgetter("number")
 
 
 class OffsetBlock:
-    """The pending offsets of one span of ``SPAN`` offsets, at least one. Immutable.
+    """The pending offsets of one span of ``BLOCK_OFFSETS`` offsets, at least one. Immutable.
 
     ``packed`` caches its encoded form for :mod:`keylane.offsets.metadata`.
     """
@@ -33,43 +33,45 @@ class OffsetBlock:
         self.number = number
         self.count = count
         self._lows = lows
-        self.weight = 256 + (2 * count if count <= _SPARSE else SPAN // 8)
+        self.weight = 256 + (2 * count if count <= _LIST_OFFSETS_MAX else BLOCK_OFFSETS // 8)
         """Approximate memory in bytes."""
         self.packed: bytes | None = None
 
     @staticmethod
     def of(number: int, offsets: Sequence[int]) -> OffsetBlock:
         """From ascending offsets, or their low bits, all of this block."""
-        if len(offsets) <= _SPARSE:
-            return OffsetBlock(number, len(offsets), array("H", [offset & _LOW for offset in offsets]))
-        bits = bytearray(SPAN // 8)
+        if len(offsets) <= _LIST_OFFSETS_MAX:
+            return OffsetBlock(
+                number, len(offsets), array("H", [offset & _LOW_BITS_MASK for offset in offsets])
+            )
+        bits = bytearray(BLOCK_OFFSETS // 8)
         for offset in offsets:
-            bits[(offset & _LOW) >> 3] |= 1 << (offset & 7)
+            bits[(offset & _LOW_BITS_MASK) >> 3] |= 1 << (offset & 7)
         return OffsetBlock(number, len(offsets), bytes(bits))
 
     @staticmethod
     def of_bits(number: int, bits: bytes) -> OffsetBlock:
         """From a bitmap with one bit per offset of the span."""
         block = OffsetBlock(number, int.from_bytes(bits, "little").bit_count(), bits)
-        return block if block.count > _SPARSE else OffsetBlock.of(number, block.lows())
+        return block if block.count > _LIST_OFFSETS_MAX else OffsetBlock.of(number, block.lows())
 
     @property
     def first(self) -> int:
         """The lowest offset."""
         lows = self._lows
         if isinstance(lows, array):
-            return self.number << SHIFT | lows[0]
+            return self.number << BLOCK_SHIFT_BITS | lows[0]
         byte = len(lows) - len(lows.lstrip(b"\0"))
-        return self.number << SHIFT | byte << 3 | (lows[byte] & -lows[byte]).bit_length() - 1
+        return self.number << BLOCK_SHIFT_BITS | byte << 3 | (lows[byte] & -lows[byte]).bit_length() - 1
 
     @property
     def last(self) -> int:
         """The highest offset."""
         lows = self._lows
         if isinstance(lows, array):
-            return self.number << SHIFT | lows[-1]
+            return self.number << BLOCK_SHIFT_BITS | lows[-1]
         byte = len(lows.rstrip(b"\0")) - 1
-        return self.number << SHIFT | byte << 3 | lows[byte].bit_length() - 1
+        return self.number << BLOCK_SHIFT_BITS | byte << 3 | lows[byte].bit_length() - 1
 
     @property
     def bits(self) -> bytes | None:
@@ -96,26 +98,28 @@ class OffsetBlock:
     def plus(self, offsets: Sequence[int]) -> OffsetBlock:
         """A block with these offsets added: ascending, and none of them in the block."""
         if isinstance(self._lows, array):
-            return OffsetBlock.of(self.number, sorted({*self._lows, *(offset & _LOW for offset in offsets)}))
+            return OffsetBlock.of(
+                self.number, sorted({*self._lows, *(offset & _LOW_BITS_MASK for offset in offsets)})
+            )
         bits = bytearray(self._lows)
         for offset in offsets:
-            bits[(offset & _LOW) >> 3] |= 1 << (offset & 7)
+            bits[(offset & _LOW_BITS_MASK) >> 3] |= 1 << (offset & 7)
         return OffsetBlock(self.number, self.count + len(offsets), bytes(bits))
 
     def without(self, offsets: Iterable[int]) -> OffsetBlock | None:
         """A block with these offsets removed, as far as present; None if nothing is left."""
         if isinstance(self._lows, array):
-            gone = {offset & _LOW for offset in offsets}
+            gone = {offset & _LOW_BITS_MASK for offset in offsets}
             left = [low for low in self._lows if low not in gone]
             return OffsetBlock.of(self.number, left) if left else None
         bits = bytearray(self._lows)
         kept = self.count
         for offset in offsets:
-            byte, bit = (offset & _LOW) >> 3, 1 << (offset & 7)
+            byte, bit = (offset & _LOW_BITS_MASK) >> 3, 1 << (offset & 7)
             if bits[byte] & bit:
                 bits[byte] ^= bit
                 kept -= 1
-        if kept > _SPARSE:
+        if kept > _LIST_OFFSETS_MAX:
             return OffsetBlock(self.number, kept, bytes(bits))
         return OffsetBlock.of_bits(self.number, bytes(bits)) if kept else None
 
@@ -146,11 +150,11 @@ class OffsetSet:
 
     def since(self, offset: int) -> list[OffsetBlock]:
         """The blocks of all offsets that are not below this one."""
-        place = bisect_left(self.blocks, offset >> SHIFT, key=_number)
+        place = bisect_left(self.blocks, offset >> BLOCK_SHIFT_BITS, key=_number)
         blocks = list(self.blocks[place:])
         if blocks and blocks[0].first < offset:
             lows = blocks[0].lows()
-            left = lows[bisect_left(lows, offset & _LOW) :]
+            left = lows[bisect_left(lows, offset & _LOW_BITS_MASK) :]
             blocks[:1] = [OffsetBlock.of(blocks[0].number, left)] if left else []
         return blocks
 
@@ -159,7 +163,7 @@ class OffsetSet:
 
     def __iter__(self) -> Iterator[int]:
         for block in self.blocks:
-            base = block.number << SHIFT
+            base = block.number << BLOCK_SHIFT_BITS
             for low in block.lows():
                 yield base + low
 
@@ -167,8 +171,8 @@ class OffsetSet:
         index = self._index
         if index is None:
             index = self._index = {block.number: block for block in self.blocks}
-        block = index.get(offset >> SHIFT)
-        return block is not None and block.holds(offset & _LOW)
+        block = index.get(offset >> BLOCK_SHIFT_BITS)
+        return block is not None and block.holds(offset & _LOW_BITS_MASK)
 
     def __eq__(self, other: object) -> bool:
         return self.blocks == other.blocks if isinstance(other, OffsetSet) else NotImplemented
@@ -187,8 +191,8 @@ def blocks_of(offsets: list[int]) -> list[OffsetBlock]:
     blocks = []
     at = 0
     while at < len(offsets):
-        number = offsets[at] >> SHIFT
-        end = bisect_left(offsets, number + 1 << SHIFT, at)
+        number = offsets[at] >> BLOCK_SHIFT_BITS
+        end = bisect_left(offsets, number + 1 << BLOCK_SHIFT_BITS, at)
         blocks.append(OffsetBlock.of(number, offsets[at:end]))
         at = end
     return blocks

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keylane.offsets.offset_set import SHIFT, OffsetBlock, OffsetSet, blocks_of, joined
+from keylane.offsets.offset_set import BLOCK_SHIFT_BITS, OffsetBlock, OffsetSet, blocks_of, joined
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-_RECENT_GROWTH_MIN = 16_384
-_RECENT_GROWTH_MAX = 65_536
+_RECENT_OFFSETS_MIN = 16_384
+_RECENT_OFFSETS_MAX = 65_536
 """Offsets by which the set of recent offsets grows before the next search for stuck ones: the least and the most."""
 
 
@@ -60,7 +60,7 @@ class Watermark:
         self._restored = restored
         self._position = restored.watermark
         self._recent: set[int] = set()
-        self._growth = self._search_above = _RECENT_GROWTH_MIN
+        self._growth = self._search_above = _RECENT_OFFSETS_MIN
         self._searched_at = restored.watermark  # the position at the last search for stuck offsets
         self._stuck: dict[int, OffsetBlock] = {}  # by number, ascending; all below the recent ones
         self._stuck_count = 0
@@ -141,13 +141,13 @@ class Watermark:
             self._recent = self._recent.difference(stuck)
         self._searched_at = self._position
         # An offset that leaves its block soon costs more than a larger set; one that stays in it earns that back.
-        self._growth = max(_RECENT_GROWTH_MIN, self._growth - len(stuck) // 2)
+        self._growth = max(_RECENT_OFFSETS_MIN, self._growth - len(stuck) // 2)
         self._search_above = len(self._recent) + self._growth
 
     def _done_stuck(self, offsets: Iterable[int]) -> None:
         by_number: dict[int, list[int]] = {}
         for offset in offsets:
-            number = offset >> SHIFT
+            number = offset >> BLOCK_SHIFT_BITS
             if number in self._stuck:
                 by_number.setdefault(number, []).append(offset)
         for number, group in by_number.items():
@@ -155,7 +155,7 @@ class Watermark:
             left = block.without(group)
             moved = block.count - (left.count if left else 0)
             self._stuck_count -= moved
-            self._growth = min(self._growth + moved, _RECENT_GROWTH_MAX)
+            self._growth = min(self._growth + moved, _RECENT_OFFSETS_MAX)
             if left:
                 self._stuck[number] = left
             else:

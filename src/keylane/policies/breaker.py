@@ -100,7 +100,7 @@ class CircuitStatistics:
     """When the circuit entered this state; None if it has never changed."""
 
 
-_BUCKETS = 10
+_WINDOW_BUCKETS = 10
 _CLOSE_LIMIT_PER_PROBE = 64
 """RECOVERING ends when the limit has grown to this many times ``probes``: after six round trips of doubling."""
 
@@ -135,11 +135,11 @@ class Circuit:
         self._probes = 0  # HALF_OPEN: admitted and not dropped
         self._limit = 0  # RECOVERING: most calls of this generation in flight
         # The window: counts per bucket, and their sums. HALF_OPEN uses only the sums, for the probes.
-        self._width = breaker.window / _BUCKETS
+        self._width = breaker.window / _WINDOW_BUCKETS
         self._at = 0  # number of the current bucket, counted from time 0
         self._bucket_ends = -inf
-        self._calls_in = [0] * _BUCKETS
-        self._failures_in = [0] * _BUCKETS
+        self._calls_in = [0] * _WINDOW_BUCKETS
+        self._failures_in = [0] * _WINDOW_BUCKETS
         self._calls = 0
         self._failures = 0
         self._streak = 0  # failures since the last success
@@ -188,7 +188,7 @@ class Circuit:
         if now >= self._bucket_ends:
             self._turn(now)
         self._calls += 1
-        self._calls_in[self._at % _BUCKETS] += 1
+        self._calls_in[self._at % _WINDOW_BUCKETS] += 1
         self._streak = 0
         if self.state is _RECOVERING:
             self._limit += 1
@@ -209,9 +209,9 @@ class Circuit:
         if now >= self._bucket_ends:
             self._turn(now)
         self._calls += 1
-        self._calls_in[self._at % _BUCKETS] += 1
+        self._calls_in[self._at % _WINDOW_BUCKETS] += 1
         self._failures += 1
-        self._failures_in[self._at % _BUCKETS] += 1
+        self._failures_in[self._at % _WINDOW_BUCKETS] += 1
         self._streak += 1
         breaker = self._breaker
         minimum = breaker.minimum if self.state is _CLOSED else breaker.probes
@@ -281,11 +281,11 @@ class Circuit:
     def _turn(self, now: float) -> None:
         """Start the bucket of ``now`` and drop the buckets that have left the window."""
         at = int(now // self._width)
-        if at - self._at >= _BUCKETS:
+        if at - self._at >= _WINDOW_BUCKETS:
             self._forget()
         else:
             for gone in range(self._at + 1, at + 1):
-                place = gone % _BUCKETS
+                place = gone % _WINDOW_BUCKETS
                 self._calls -= self._calls_in[place]
                 self._failures -= self._failures_in[place]
                 self._calls_in[place] = self._failures_in[place] = 0
@@ -294,5 +294,5 @@ class Circuit:
 
     def _forget(self) -> None:
         self._calls = self._failures = 0
-        self._calls_in = [0] * _BUCKETS
-        self._failures_in = [0] * _BUCKETS
+        self._calls_in = [0] * _WINDOW_BUCKETS
+        self._failures_in = [0] * _WINDOW_BUCKETS

@@ -19,7 +19,7 @@ import pyspark
 from keylane.spark.java import Java, describe_java
 
 _QUIET = "-Xlog:disable -Xlog:all=error:stderr"
-_LASTS = 300.0
+_TRAINING_SECONDS_MAX = 300.0
 
 _TRAIN = """
 import sys, time
@@ -93,7 +93,7 @@ def _train(options: str) -> None:
         [sys.executable, "-c", _TRAIN, options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        timeout=_LASTS,
+        timeout=_TRAINING_SECONDS_MAX,
         check=True,
     )
 

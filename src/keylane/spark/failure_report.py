@@ -50,7 +50,7 @@ _TASK = re.compile(
     r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^)]*)\): (.*)"
 )
 _UNANSWERED = re.compile(r"An error occurred while calling \S+")
-_LONGEST = 1000
+_REASON_CHARACTERS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,4 +140,4 @@ def _raised(report: str) -> str | None:
 
 def _short(line: str) -> str:
     line = re.sub(r"\s*SQLSTATE: \w+\s*$", "", " ".join(line.split()))
-    return line if len(line) < _LONGEST else line[: _LONGEST - 1] + "…"
+    return line if len(line) < _REASON_CHARACTERS_MAX else line[: _REASON_CHARACTERS_MAX - 1] + "…"

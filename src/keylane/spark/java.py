@@ -12,8 +12,8 @@ from pathlib import Path
 
 from keylane.errors import KeylaneError
 
-OLDEST = 17
-_REMEDY = f"install a JDK or JRE {OLDEST} or newer and put it on PATH, or point JAVA_HOME at it"
+OLDEST_JAVA_VERSION = 17
+_REMEDY = f"install a JDK or JRE {OLDEST_JAVA_VERSION} or newer and put it on PATH, or point JAVA_HOME at it"
 
 
 class JavaError(KeylaneError):
@@ -44,8 +44,10 @@ def describe_java() -> Java:
     major = parse_version(banner)
     if major is None:
         raise JavaError(f"could not read the Java version of {path}, got {_first_line(banner)!r}: {_REMEDY}")
-    if major < OLDEST:
-        raise JavaError(f"expected Java {OLDEST} or newer, but {path} is Java {major}: {_REMEDY}")
+    if major < OLDEST_JAVA_VERSION:
+        raise JavaError(
+            f"expected Java {OLDEST_JAVA_VERSION} or newer, but {path} is Java {major}: {_REMEDY}"
+        )
     return Java(path=path, major=major, banner=banner)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.query")
 
 OBSERVED = "keylane"
-_LAST_WORDS = 3.0
+_LAST_TELEMETRY_SECONDS = 3.0
 """Seconds to wait for the final telemetry of an epoch's tasks."""
 
 
@@ -142,7 +142,7 @@ class EpochListener(StreamingQueryListener):
 
     def _figures(self, records: TelemetryLog, totals: Totals, epoch: int, tasks: int) -> EpochFigures:
         last: list[Snapshot] = []
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _LAST_TELEMETRY_SECONDS
         while time.monotonic() < deadline:
             try:
                 totals.take(records.read(0.1))

@@ -17,7 +17,7 @@ from keylane.errors import SettingsError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-RETRIES = 4
+TASK_ATTEMPTS_MAX = 4
 
 _PLAIN_FILES = {
     # Spark writes two small files between epochs, while every lane waits. With checksums and permissions, Hadoop runs
@@ -84,9 +84,9 @@ def session(
 
 
 def with_retries(master: str) -> str | None:
-    """Return a local master with task retries, its own or :data:`RETRIES`; None for other masters."""
+    """Return a local master with task retries, its own or :data:`TASK_ATTEMPTS_MAX`; None for other masters."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)(?:, *(\d+))?\])?", master)
-    return None if local is None else f"local[{local[1] or 1},{local[2] or RETRIES}]"
+    return None if local is None else f"local[{local[1] or 1},{local[2] or TASK_ATTEMPTS_MAX}]"
 
 
 def use_this_python(spark: SparkSession) -> None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q")
 
-FIRST, LONGEST = 1.0, 30.0
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 """Seconds before the first restart, doubled with every further failure up to the second value."""
-HEALTHY = 60.0
+HEALTHY_AFTER_SECONDS = 60.0
 """After this many seconds a query counts as healthy, and its failure as a new one."""
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 
 
 def supervise(
@@ -40,7 +40,7 @@ def supervise(
     these cases too, otherwise the final failure. Errors other than those of Spark, Kafka or the app are bugs, and
     are raised.
     """
-    in_a_row, wait = 0, FIRST
+    in_a_row, wait = 0, FIRST_WAIT_SECONDS
     while True:
         began: float | None = None
         error: BaseException | None
@@ -55,8 +55,8 @@ def supervise(
         failure = cause(error)
         if failure.final or asked():
             return failure
-        if began is not None and clock() - began >= HEALTHY:
-            in_a_row, wait = 0, FIRST
+        if began is not None and clock() - began >= HEALTHY_AFTER_SECONDS:
+            in_a_row, wait = 0, FIRST_WAIT_SECONDS
         in_a_row += 1
         say(
             f"the query failed: {failure.line}. It is started again in {wait:g} s (failure {in_a_row} in a row)"
@@ -65,5 +65,5 @@ def supervise(
         while (left := until - clock()) > 0:
             if asked():
                 return None
-            sleep(min(left, _LOOK))
-        wait = min(2 * wait, LONGEST)
+            sleep(min(left, _POLL_SECONDS))
+        wait = min(2 * wait, LONGEST_WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""An operator's side of the state topic: what lanes have stopped, orders, and what came of them."""
+"""The operator's side of the state topic: stopped lanes, commands, and their results."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from keylane.policies.versions import VersionMark
     from keylane.state.commands import CommandKind
 
-_AT_A_TIME = 50
-"""How often the state is polled in one go: it hands over a hundred records each time."""
-_GRACE = 3.0
-"""Seconds in which the answer must have come to an order that stands no more."""
+_POLLS_PER_TURN = 50
+"""Polls of the state topic in one go; each returns up to 1,000 records."""
+_ANSWER_GRACE_SECONDS = 3.0
+"""Time within which the answer to a command must come once its record is gone."""
 
 
 class NeverRanError(BrokerError):
@@ -44,36 +44,36 @@ class NeverRanError(BrokerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResults:
-    """What came of orders, by their ids. Those in neither were not answered, and stand."""
+    """Results of commands, by their ids. Commands in neither field have no answer yet and are still open."""
 
     answers: Mapping[str, CommandAnswer]
     lost: frozenset[str]
-    """They stand no more, and nobody said what came of them."""
+    """Commands that are gone without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """An order as it was written down when it was given, and what came of it."""
+    """A command as it was recorded when it was given, and its result."""
 
     id: str
     do: str
     partition: int
     key: bytes | None
     offset: int | None
-    """Of the message that it is about; None: it is about letters."""
+    """Offset of the message it is about; None for commands about dead letters."""
     letters: int | None
-    """How many were named; None: all of the lane, or it was no redrive."""
+    """Number of dead letters named; None: all of the lane, or not a redrive."""
     withdraws: str
-    """The id of the order that it cancels, if it does."""
+    """The id of the command that it cancels; empty if it is not a cancel."""
     who: str
     at: float
     stands: bool
     answer: CommandAnswer | None
-    """None when nobody has carried it out: it stands, or what it is about is gone."""
+    """None if no task has carried it out: it is still open, or its message is gone."""
 
 
 class AdminClient:
-    """Reads an app's state topic to its end, follows it, and writes orders. One thread uses it; close it at the end.
+    """Reads an app's state topic to its end, follows it, and writes commands. One thread uses it; close it at the end.
 
     Raises :class:`NeverRanError` when the app has no state topic, :class:`BrokerError` when that cannot be read.
     """
@@ -89,7 +89,7 @@ class AdminClient:
             raise NeverRanError(
                 f"app {app!r} never ran at {settings.bootstrap}: topic {self._topic!r} does not exist"
             )
-        # First which topic the app reads, then what is about that topic as it is now.
+        # First find out which topic the app reads, then read the records about that topic as it is now.
         self._state = StateTopic(settings, app, self._topic, [0], run="", labels=Labels(None))
         self._state.restore()
         source = self._state.plan.get("source")
@@ -114,12 +114,12 @@ class AdminClient:
         self.close()
 
     def close(self) -> None:
-        """Let go of the consumer."""
+        """Close the consumer."""
         self._state.close()
 
     @property
     def home(self) -> ExpectedOrigin:
-        """Which letters in the app's dead-letter topic count."""
+        """The source that the app's dead letters must come from to count."""
         identity = self._labels.identity
         assert identity is not None  # noqa: S101 - set above
         return ExpectedOrigin(app=self.app, source=identity.source)
@@ -127,7 +127,7 @@ class AdminClient:
     # What there is.
 
     def plan(self) -> dict[str, Any] | None:
-        """The plan of the epoch that runs, or ran last: ``run``, ``epoch``, ``at`` and ``tasks``; None before that."""
+        """The plan of the current or last epoch: ``run``, ``epoch``, ``at`` and ``tasks``; None before the first."""
         self._follow()
         return self._state.plan or None
 
@@ -137,12 +137,12 @@ class AdminClient:
         return max((float(found.get("at", 0.0)) for found in self._state.runs.values()), default=None)
 
     def lanes(self) -> list[LaneRecord]:
-        """The lanes that do not go on by themselves, those that stopped first at the front."""
+        """Return the lanes that wait for an operator, in the order in which they stopped."""
         self._follow()
         return sorted(self._state.lanes.values(), key=lambda record: record.since)
 
     def attempts(self) -> Mapping[int, Mapping[int, RetryState]]:
-        """Messages that have failed and are not done, by partition and offset, as tasks wrote them down last."""
+        """Messages that have failed and are not done, by partition and offset, as tasks recorded them last."""
         self._follow()
         return {
             partition: {offset: kept for record in records.values() for offset, kept in record.items()}
@@ -150,7 +150,7 @@ class AdminClient:
         }
 
     def marks(self, key: bytes) -> dict[int, VersionMark]:
-        """How far this entity is, by the partitions that know of it. Only with ``versions``."""
+        """Versions that this entity has reached, by the partitions that know it. Only with ``versions``."""
         self._follow()
         store = self._state.versions
         assert store is not None  # noqa: S101 - asked for when this was made
@@ -158,7 +158,7 @@ class AdminClient:
         return {partition: mark for partition, mark in found.items() if mark is not None}
 
     def standing(self) -> list[Command]:
-        """Orders that no task has carried out yet, but for those that somebody has cancelled."""
+        """Return the commands that no task has carried out yet, without the cancelled ones."""
         self._follow()
         withdrawn = {command.withdraws for command in self._state.commands.values()}
         return sorted(
@@ -167,7 +167,7 @@ class AdminClient:
         )
 
     def redriven(self) -> Mapping[int, OffsetRuns]:
-        """Letters that were redriven: their offsets among the dead letters, by partition."""
+        """Offsets in the dead-letter topic of the dead letters that were redriven, by partition."""
         self._follow()
         return self._state.redriven
 
@@ -177,18 +177,18 @@ class AdminClient:
         return self._state.malformed
 
     def audit(self) -> list[AuditEntry]:
-        """Every order ever given, oldest first, with what came of it. What makes no sense is left out."""
+        """Return every command ever given, oldest first, with its result. Malformed records are left out."""
         self._follow()
         stand = {command.id for command in self._state.commands.values()}
         actions = []
         for name, (partition, value) in self._state.audits.items():
             if _by_the_app(name):
                 continue
-            with suppress(MalformedRecordError):  # anybody may have written into the topic
+            with suppress(MalformedRecordError):  # any client may have written into the topic
                 actions.append(self._action(partition, value, stand))
         return sorted(actions, key=lambda action: action.at)
 
-    # Orders.
+    # Commands.
 
     def command(
         self,
@@ -199,20 +199,22 @@ class AdminClient:
         offset: int | None = None,
         letters: Sequence[int] | None = None,
     ) -> Command:
-        """Give an order and write down who gave it. It is carried out by the running app, or when it starts."""
+        """Write a command and record who gave it. The app carries it out now, or when it starts."""
         command = new_command(do, partition=partition, key=key, offset=offset, letters=letters)
         self.give([command])
         return command
 
     def give(self, commands: Iterable[Command]) -> None:
-        """Write these orders. Raises BrokerError when one of them was not taken."""
+        """Write these commands. Raises BrokerError when one of them could not be written."""
         self._follow()
         if not self.source:
             raise BrokerError(
                 f"app {self.app!r} has not planned its first epoch yet: there is nothing to give a command for. "
                 "Try again in a moment"
             )
-        if self._producer is None:  # it takes half a second to be ready: made once, for the first order
+        if (
+            self._producer is None
+        ):  # created with the first command, because it takes half a second to be ready
             self._producer = self._settings.producer(**{"message.timeout.ms": int(REQUEST_SECONDS * 1000)})
         producer = self._producer
         failed: list[str] = []
@@ -256,11 +258,11 @@ class AdminClient:
         left = producer.flush(REQUEST_SECONDS)
         if left or failed:
             raise BrokerError(
-                f"the order could not be written to topic {self._topic!r}: {failed[0] if failed else 'no answer'}"
+                f"the command could not be written to topic {self._topic!r}: {failed[0] if failed else 'no answer'}"
             )
 
     def answer(self, command: Command, timeout: float) -> CommandAnswer | None:
-        """What came of an order; None when no task has answered within ``timeout`` seconds: the app does not run."""
+        """Wait for the result of a command; None if no task answers in ``timeout`` seconds: the app does not run."""
         return self.wait([command], timeout=timeout).answers.get(command.id)
 
     def wait(
@@ -271,17 +273,16 @@ class AdminClient:
         silence: float | None = None,
         tell: Callable[[int], None] = lambda _answered: None,
     ) -> CommandResults:
-        """Follow these orders until all are answered; ``tell`` is told how many are.
+        """Follow these commands until all are answered. ``tell`` gets the number of answers.
 
-        Ends sooner after ``timeout`` seconds, or when in the first ``silence`` seconds nothing at all came from the
-        app.
+        Ends early after ``timeout`` seconds, or when the app gives no sign of life in the first ``silence`` seconds.
         """
         began = time.monotonic()
         deadline = inf if timeout is None else began + timeout
         left = {command.id: command for command in commands}
         answers: dict[str, CommandAnswer] = {}
         lost: set[str] = set()
-        gone: dict[str, float] = {}  # since when they stand no more
+        gone: dict[str, float] = {}  # when their records disappeared
         at_first = self._signs()
         while True:
             self._follow()
@@ -294,8 +295,8 @@ class AdminClient:
                 elif (command.partition, command.name) in self._state.commands:
                     gone.pop(command.id, None)
                 elif audit_name(command.id) not in self._state.audits:
-                    pass  # not read so far: it was given just now
-                elif now - gone.setdefault(command.id, now) > _GRACE:
+                    pass  # given just now, and not read yet
+                elif now - gone.setdefault(command.id, now) > _ANSWER_GRACE_SECONDS:
                     lost.add(command.id)
                     del left[command.id]
             tell(len(answers))
@@ -334,7 +335,7 @@ class AdminClient:
         )
 
     def _signs(self) -> object:
-        """Of life: what only a running app changes."""
+        """Return what only a running app changes."""
         state = self._state
         said = sum(map(_by_the_app, state.audits))
         redriven = {partition: len(ranges) for partition, ranges in state.redriven.items()}
@@ -348,17 +349,18 @@ class AdminClient:
         self._state.restore()
 
     def _follow(self) -> None:
-        for _ in range(_AT_A_TIME):
+        for _ in range(_POLLS_PER_TURN):
             self._state.poll()
         source = self._state.plan.get("source")
         if isinstance(source, str) and source not in ("", self.source):
-            # A run that reads this source has planned its first epoch since. Records of another source do not count.
+            # A run that reads this source has planned its first epoch since then. Records of another source do not
+            # count.
             self.source = source
             self._restore()
 
 
 def _by_the_app(name: bytes) -> bool:
-    """Whether this record of the audit is about an order that a task has taken: ``audit/<id>/…``."""
+    """True if this audit record was written by a task that took the command: ``audit/<id>/…``."""
     return name.count(b"/") > 1
 
 
@@ -371,7 +373,7 @@ def new_command(
     letters: Sequence[int] | None = None,
     to: int | None = None,
 ) -> Command:
-    """An order by whoever runs this program, now. It is not given yet."""
+    """Make a command in the name of the user who runs this program. It is not written yet."""
     return Command(
         do=do,
         partition=partition,
@@ -386,7 +388,7 @@ def new_command(
 
 
 def cancel_command(command: Command) -> Command:
-    """An order that withdraws this one. It is not given yet."""
+    """Make a command that withdraws another one. It is not written yet."""
     return Command(
         do="cancel",
         partition=command.partition,
@@ -401,7 +403,7 @@ def cancel_command(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownDeadLetters:
-    """What the state topic says about an app's dead letters."""
+    """What the state topic records about an app's dead letters."""
 
     home: ExpectedOrigin
     redriven: Mapping[int, Container[int]]
@@ -409,7 +411,7 @@ class KnownDeadLetters:
 
 
 def known_dead_letters(settings: KafkaSettings, app: str) -> KnownDeadLetters:
-    """Which dead letters count and which were redriven; of an app that never ran only its name is known."""
+    """Return which dead letters count and which were redriven; for an app that never ran only its name is known."""
     try:
         with AdminClient(settings, app) as operator:
             return KnownDeadLetters(home=operator.home, redriven=operator.redriven())

@@ -1,4 +1,4 @@
-"""What came of an operator's order, as the task that carried it out writes it into the state topic."""
+"""Results of operators' commands, as tasks write them into the state topic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedriveCounts:
-    """What became of redriven letters: how many had which :class:`keylane.outcome.Outcome`."""
+    """Numbers of redriven dead letters by :class:`keylane.outcome.Outcome`."""
 
     ok: int = 0
     duplicate: int = 0
@@ -26,18 +26,18 @@ class RedriveCounts:
 
     @classmethod
     def of(cls, outcomes: Mapping[Outcome, int]) -> RedriveCounts:
-        """From a count by outcome."""
+        """Make it from a count by outcome."""
         return cls(**{name: outcomes.get(Outcome(name), 0) for name in _NAMES})
 
     @classmethod
     def total(cls, counts: Iterable[RedriveCounts]) -> RedriveCounts:
-        """Of several lanes together."""
+        """Add up several lanes."""
         made = list(counts)
         return cls(**{name: sum(getattr(one, name) for one in made) for name in _NAMES})
 
     @property
     def through(self) -> int:
-        """Letters with nothing left to do: they ran to their end, or did not have to."""
+        """Dead letters with nothing left to do: they ran to their end, or did not have to run."""
         return self.ok + self.duplicate + self.ignored
 
     def __str__(self) -> str:
@@ -50,29 +50,29 @@ _NAMES = [field.name for field in fields(RedriveCounts)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAnswer:
-    """What came of an order. ``owner`` is the task that says so."""
+    """The result of a command. ``owner`` is the task that carried it out."""
 
     ok: bool
     why: str = ""
-    """In words: why it was not carried out, or "done"."""
+    """Text: why it was not carried out, or "done"."""
     counts: RedriveCounts | None = None
-    """Of a redrive: what became of its letters."""
+    """For a redrive: the outcomes of its dead letters."""
     owner: str
     at: float
 
     @property
     def result(self) -> str:
-        """In words."""
+        """The result as text."""
         return "; ".join(part for part in (str(self.counts or ""), self.why) if part)
 
     def encode(self) -> bytes:
-        """For :func:`decode_command_answer`."""
+        """Return the value for :func:`decode_command_answer`."""
         return json.dumps(asdict(self)).encode()
 
 
 @wire.decoder
 def decode_command_answer(value: bytes) -> CommandAnswer:
-    """An answer from the state topic. Raises MalformedRecordError."""
+    """Decode an answer from the state topic. Raises MalformedRecordError."""
     ok, why, counts, owner, at = wire.fields(wire.loads(value), "ok", "why", "counts", "owner", "at")
     return CommandAnswer(
         ok=wire.boolean(ok),

@@ -1,8 +1,8 @@
-"""What an operator wants done, as records of the state topic, and what was written down about it.
+"""Operators' commands as records of the state topic, and the audit of them.
 
-An order stands until the task that owns its partition has carried it out; then the task takes it back and writes what
-came of it. An app that does not run carries it out when it starts. Every order has a record of its own, by its id: none
-takes the place of another, and each of them is answered.
+A command stays in the topic until the task that owns its partition has carried it out. Then the task deletes the record
+and writes the result. An app that does not run carries it out when it starts. Every command has its own record, by its
+id: none replaces another, and each is answered.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from keylane import strict_json as wire
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-COMMAND = b"order/"
-MESSAGE = b"order/message/"
-"""Orders about a message of the source: release, skip."""
-LETTERS = b"order/letters/"
-"""Orders about dead letters: redrive."""
-RESET = b"order/reset/"
-"""Orders about the versions of an entity."""
-CANCEL = b"order/cancel/"
-"""Orders that withdraw another one."""
+COMMAND = b"command/"
+MESSAGE = b"command/message/"
+"""Commands about a message of the source: release, skip."""
+LETTERS = b"command/letters/"
+"""Commands about dead letters: redrive."""
+RESET = b"command/reset/"
+"""Commands about the versions of an entity."""
+CANCEL = b"command/cancel/"
+"""Commands that withdraw another command."""
 AUDIT = b"audit/"
-AUDITED_ORDERS = 10_000
-"""Of a partition, the newest: what was written down about older ones is taken back."""
+AUDITED_COMMANDS = 10_000
+"""The newest audit entries of a partition that are kept; older ones are deleted."""
 AUDITED_SECONDS = 3600.0
-"""What is younger stays, however much there is: somebody may still wait for the answer."""
+"""Younger entries are kept, however many there are: someone may still wait for the answer."""
 
 CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One order.
+    """One command.
 
-    To release and to skip are about one message: the one at ``offset``, at which the lane is blocked. When the lane is
-    not blocked there any more, nothing is done.
+    Release and skip are about one message: the one at ``offset``, at which the lane is blocked. If the lane is no
+    longer blocked there, they do nothing.
     """
 
     do: CommandKind
     partition: int
     key: bytes | None
     offset: int | None = None
-    """Of the message; None when it is about letters."""
+    """Offset of the message; None for dead letters."""
     letters: tuple[int, ...] | None = None
-    """Their places among the dead letters of the partition; None: all of the lane's."""
+    """Their offsets in the partition of the dead-letter topic; None: all of the lane."""
     to: int | None = None
-    """Of a reset: the version after this one is next; None: the entity begins again."""
+    """For a reset: the version after this one is next; None: the entity starts over."""
     withdraws: str = ""
-    """The id of the order that a cancel withdraws. Its lane is that order's."""
+    """The id of the command that a cancel withdraws. Both have the same lane."""
     id: str
     who: str
     at: float
@@ -67,7 +67,7 @@ class Command:
         return kinds.get(self.do, MESSAGE) + self.id.encode()
 
     def encode(self) -> bytes:
-        """For :func:`decode_command`."""
+        """Return the value for :func:`decode_command`."""
         return json.dumps(
             {
                 "do": self.do,
@@ -85,7 +85,7 @@ class Command:
 
 @wire.decoder
 def decode_command(name: bytes, partition: int, value: bytes) -> Command:
-    """An order from the state topic. Raises MalformedRecordError."""
+    """Decode a command from the state topic. Raises MalformedRecordError."""
     do, key, offset, letters, to, withdraws, command_id, who, at = wire.fields(
         wire.loads(value), "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
     )
@@ -111,15 +111,15 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
 
 
 def new_command_id() -> str:
-    """For an order."""
+    """Make an id for a command."""
     return secrets.token_hex(6)
 
 
 def operator_name() -> str:
-    """Who orders: user and machine."""
+    """The operator: user and machine."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for its user
+    except (KeyError, OSError):  # a container whose user has no name
         user = "?"
     return f"{user}@{socket.gethostname()}"
 
@@ -130,14 +130,14 @@ def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> b
 
 
 def outdated(audits: Iterable[tuple[bytes, bytes]], standing: Container[str], now: float) -> list[bytes]:
-    """Names of audit records of one partition to take back. ``audits`` are names and values, the oldest first."""
+    """Names of audit records of one partition to delete. ``audits`` are names and values, the oldest first."""
     by_order: dict[str, list[bytes]] = {}
     values: dict[str, bytes] = {}
     for name, value in audits:
         command_id = name.removeprefix(AUDIT).split(b"/")[0].decode("utf-8", "replace")
         by_order.setdefault(command_id, []).append(name)
         values.setdefault(command_id, value)
-    many = list(by_order)[: max(0, len(by_order) - AUDITED_ORDERS)]
+    many = list(by_order)[: max(0, len(by_order) - AUDITED_COMMANDS)]
     return [
         name
         for command_id in many

@@ -1,9 +1,9 @@
 """Labels on records of the state topic: the topic whose offsets a record holds.
 
-A record that holds offsets of the source, or of the dead letters, carries that topic's identity in a header. Whoever
-reads the state topic takes only records about the topics as they are now: an offset of a topic that was deleted and
-created again, of another topic or of another cluster means another message here. Everything else (runs, claims, plans,
-orders to stop and to cancel, the audit) is about the app, carries no label and is always taken.
+A record that holds offsets of the source, or of the dead letters, carries that topic's identity in a header. Readers
+take only records about the topics as they are now: an offset of a topic that was deleted and created again, of another
+topic or of another cluster means another message here. Everything else (runs, claims, plans, commands to stop and to
+cancel, the audit) is about the app, carries no label and is always taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.kafka")
 
 SOURCE, DLQ = "keylane-source", "keylane-dlq"
-"""The headers."""
+"""Names of the headers."""
 
 _OF_SOURCE = (
     PROGRESS,
@@ -60,7 +60,7 @@ _OF_DLQ = (REDRIVEN, LETTERS)
 class Labels:
     """Writes and checks the labels of one app's records.
 
-    Without an identity every record that holds offsets is refused: for who wants to know about the app only.
+    Without an identity every record that holds offsets is refused: for readers that only ask about the app.
     """
 
     def __init__(self, identity: AppIdentity | None) -> None:
@@ -72,7 +72,7 @@ class Labels:
 
     def of(self, name: bytes) -> Headers:
         """The headers of the record with this name."""
-        if name == EPOCH:  # progress in the source, and letters that were redriven
+        if name == EPOCH:  # progress in the source, and redriven dead letters
             return [self._source, self._dlq]
         if name.startswith(_OF_SOURCE):
             return [self._source]
@@ -107,5 +107,5 @@ class Labels:
         return False
 
     def letters_match(self, message: Any) -> bool:
-        """Whether the record's letters lie in the dead-letter topic as it is now."""
+        """True if the record's dead letters are in the dead-letter topic as it is now."""
         return self._dlq in (message.headers() or ())

@@ -1,6 +1,6 @@
-"""The small records of the state topic, decoded: what :mod:`keylane.state.topic` does not know from elsewhere.
+"""Decoders for small records of the state topic, used by :mod:`keylane.state.topic`.
 
-Each function takes a record's value, and returns what it says or raises MalformedRecordError.
+Each function takes a record's value and returns its content, or raises MalformedRecordError.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from keylane.offsets.slots import ALL, Slots
 if TYPE_CHECKING:
     from keylane.offsets.assignment import Load
 
-_NAME = 1000
-"""Characters of the name of a run, an owner, a topic."""
-_TASKS = 10_000
-"""That a plan may have: a plan is made in a time that grows with their square."""
+_NAME_CHARACTERS_MAX = 1000
+"""Length of the name of a run, an owner or a topic."""
+_TASKS_MAX = 10_000
+"""Tasks in a plan: planning time grows with their square."""
 _PROGRESS = re.compile(r"([0-9]{1,19}) (.*)", re.ASCII)
 
 
@@ -27,7 +27,11 @@ _PROGRESS = re.compile(r"([0-9]{1,19}) (.*)", re.ASCII)
 def decode_run(value: bytes) -> dict[str, Any]:
     """``{"run", "who", "at"}``: the run that the app belongs to."""
     run, who, at = wire.fields(wire.loads(value), "run", "who", "at")
-    return {"run": wire.text(run, _NAME), "who": wire.text(who, _NAME), "at": wire.seconds(at)}
+    return {
+        "run": wire.text(run, _NAME_CHARACTERS_MAX),
+        "who": wire.text(who, _NAME_CHARACTERS_MAX),
+        "at": wire.seconds(at),
+    }
 
 
 @wire.decoder
@@ -36,7 +40,12 @@ def decode_claim(value: bytes) -> tuple[str, str, Slots, bool]:
     found = wire.loads(value)
     run, who = wire.fields(found, "run", "who")
     slots = Slots.parse(wire.text(found["slots"], 20)) if "slots" in found else ALL
-    return wire.text(run, _NAME), wire.text(who, _NAME), slots, wire.boolean(found.get("leaving", False))
+    return (
+        wire.text(run, _NAME_CHARACTERS_MAX),
+        wire.text(who, _NAME_CHARACTERS_MAX),
+        slots,
+        wire.boolean(found.get("leaving", False)),
+    )
 
 
 @wire.decoder
@@ -55,7 +64,7 @@ def decode_load(value: bytes) -> tuple[str, int, Load]:
     load = tuple(map(wire.number, wire.row(counts, BUCKETS)))
     if min(load) < 0:
         raise wire.MalformedRecordError(f"expected counts from 0 on, got {min(load)}")
-    return wire.text(run, _NAME), wire.integer(epoch), load
+    return wire.text(run, _NAME_CHARACTERS_MAX), wire.integer(epoch), load
 
 
 @wire.decoder
@@ -63,26 +72,26 @@ def decode_plan(value: bytes) -> dict[str, Any]:
     """``{"run", "epoch", "at", "tasks"}`` and, if it is named, ``source``; ``tasks`` are for :class:`Assignment`."""
     found = wire.loads(value)
     run, epoch, at, tasks = wire.fields(found, "run", "epoch", "at", "tasks")
-    for task in wire.array(tasks, _TASKS):
-        for one in wire.array(task, _TASKS):
+    for task in wire.array(tasks, _TASKS_MAX):
+        for one in wire.array(task, _TASKS_MAX):
             wire.text(one, 40)
     plan = {
-        "run": wire.text(run, _NAME),
+        "run": wire.text(run, _NAME_CHARACTERS_MAX),
         "epoch": wire.integer(epoch),
         "at": wire.seconds(at),
         "tasks": Assignment.decode(tasks).encode(),
     }
-    return plan | ({"source": wire.text(found["source"], _NAME)} if "source" in found else {})
+    return plan | ({"source": wire.text(found["source"], _NAME_CHARACTERS_MAX)} if "source" in found else {})
 
 
 @wire.decoder
 def decode_replan(value: bytes) -> dict[str, Any]:
-    """``{"run", "number", "tasks"}``: how many tasks there should be."""
+    """``{"run", "number", "tasks"}``: the number of tasks there should be."""
     run, number, tasks = wire.fields(wire.loads(value), "run", "number", "tasks")
     return {
-        "run": wire.text(run, _NAME),
+        "run": wire.text(run, _NAME_CHARACTERS_MAX),
         "number": wire.integer(number),
-        "tasks": wire.integer(tasks, 1, _TASKS),
+        "tasks": wire.integer(tasks, 1, _TASKS_MAX),
     }
 
 
@@ -94,23 +103,23 @@ def decode_grouped(value: bytes) -> Generation:
 
 @wire.decoder
 def decode_stop(value: bytes) -> str:
-    """The run that is to end."""
+    """The run that must end."""
     (run,) = wire.fields(wire.loads(value), "run")
-    return wire.text(run, _NAME)
+    return wire.text(run, _NAME_CHARACTERS_MAX)
 
 
 @wire.decoder
 def decode_flood(value: bytes) -> tuple[str, str]:
-    """The run that is not to be tried again, and why."""
+    """The run that must not be started again, and why."""
     run, why = wire.fields(wire.loads(value), "run", "why")
-    return wire.text(run, _NAME), wire.text(why)
+    return wire.text(run, _NAME_CHARACTERS_MAX), wire.text(why)
 
 
 @wire.decoder
 def decode_rest(value: bytes) -> tuple[str, int]:
-    """The run, and up to where everything is done but what stands in stopped lanes."""
+    """The run, and the offset below which everything is done, except messages of stopped lanes."""
     run, until = wire.fields(wire.loads(value), "run", "until")
-    return wire.text(run, _NAME), wire.integer(until)
+    return wire.text(run, _NAME_CHARACTERS_MAX), wire.integer(until)
 
 
 @wire.decoder

@@ -1,35 +1,36 @@
-"""The app's state topic: what must outlive a task, and orders to running tasks.
+"""The app's state topic: what must outlive a task, and commands to running tasks.
 
-``<app>.state`` is compacted and has as many partitions as the source: what concerns source partition *p* lies in state
-partition *p*, whatever its key. A task reads its partitions to their end when it starts and follows them while it runs,
-so an order is seen wherever a task runs and whenever it began.
+``<app>.state`` is compacted and has as many partitions as the source. Records about source partition *p* are in state
+partition *p*, whatever their key. A task reads its partitions to their end when it starts and follows them while it
+runs, so it sees every command, wherever it runs and whenever it started.
 
-=======================  ==================================================================
-key                      value
-=======================  ==================================================================
-``progress``             the text of :mod:`keylane.offsets.metadata`, with its watermark before it
-``epoch``                progress that waits for Spark to commit the epoch: :class:`Proposal`
-``range/<slots>``        progress of a range, where the partition is shared out: :mod:`keylane.offsets.range_progress`
-``grouped``              the generation of the group's offset: :mod:`keylane.offsets.range_progress`
-``attempts``             of messages that failed and are not done: :mod:`keylane.lanes.lane_record`
-``version/<key>``        how far an entity is, for apps with versions: :class:`keylane.policies.versions.Mark`
-``versions``             the number of partitions for which all entities of this one are in it: others were moved here
-``lane/<key>``           a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
-``redriven``             which dead letters of this partition were redriven: :mod:`keylane.offsets.offset_runs`
-``run``                  ``{"run": …}``: the run that the app belongs to; another one ends
-``load``                 ``[run, epoch, counts]``: what a task saw, by bucket of :mod:`keylane.offsets.assignment`
-``former``               in partition 0, the numbers of partitions that the source had before: ``[1, 2]``
-``plan``                 in partition 0, the plan of the epoch that runs: ``{"run", "epoch", "at", "tasks"}``
-``order/plan``           ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
-``owner/<id>``           the task with this transactional id owns slots of the partition: :mod:`keylane.state.ownership`
-``order/stop``           ``{"run": …}``: the tasks of this run drain and end
-``order/flood``          ``{"run": …, "why": …}``: most messages failed; this run is not to be tried again
-``order/message/<id>``   what an operator wants done: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel``)
-``audit/<id>``           who ordered what, and when; ``audit/<id>/done`` what came of it
-``rest``                 ``{"run": …, "until": …}``: everything up to there is done, but what stands in stopped lanes
-=======================  ==================================================================
+========================  ==================================================================
+key                       value
+========================  ==================================================================
+``progress``              the text of :mod:`keylane.offsets.metadata`, with its watermark before it
+``epoch``                 progress that waits for Spark to commit the epoch: :class:`Proposal`
+``range/<slots>``         progress of a range of a shared partition: :mod:`keylane.offsets.range_progress`
+``grouped``               the generation of the group's offset: :mod:`keylane.offsets.range_progress`
+``attempts``              of messages that failed and are not done: :mod:`keylane.lanes.lane_record`
+``version/<key>``         the version an entity has reached: :class:`keylane.policies.versions.VersionMark`
+``versions``              the number of partitions when the versions of this partition's entities were moved here
+``lane/<key>``            a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
+``redriven``              the dead letters of this partition that were redriven: :mod:`keylane.offsets.offset_runs`
+``run``                   ``{"run": …}``: the run that the app belongs to; any other run ends
+``load``                  ``[run, epoch, counts]``: messages seen, by bucket of :mod:`keylane.offsets.assignment`
+``former``                in partition 0, the numbers of partitions that the source had before: ``[1, 2]``
+``plan``                  in partition 0, the plan of the current epoch: ``{"run", "epoch", "at", "tasks"}``
+``command/plan``          ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
+``owner/<id>``            the task with this transactional id owns slots here: :mod:`keylane.state.ownership`
+``command/stop``          ``{"run": …}``: the tasks of this run drain and end
+``command/flood``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
+``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
+``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
+``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
+========================  ==================================================================
 
-Where a partition is shared out, ``attempts``, ``redriven``, ``load``, ``rest`` and ``versions`` are each owner's own:
+Where several tasks share a partition, each owner has its own ``attempts``, ``redriven``, ``load``, ``rest`` and
+``versions``:
 ``attempts/<slots>``.
 """
 
@@ -72,8 +73,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.kafka")
 
-STOP = b"order/stop"
-FLOOD = b"order/flood"
+STOP = b"command/stop"
+FLOOD = b"command/flood"
 PROGRESS = b"progress"
 ATTEMPTS = b"attempts"
 REDRIVEN = b"redriven"
@@ -82,7 +83,7 @@ RANGE = b"range/"
 GROUPED = b"grouped"
 LOAD = b"load"
 PLAN = b"plan"
-REPLAN = b"order/plan"
+REPLAN = b"command/plan"
 RUN = b"run"
 FORMER = b"former"
 EPOCH = b"epoch"
@@ -109,36 +110,36 @@ _KINDS = (
 )
 _PARTS = (LOAD, REST, REDRIVEN, VERSIONS)
 ELSEWHERE = "kl1:@"
-"""The text beside an offset whose progress lies in the state topic."""
+"""The metadata of a committed offset whose progress is in the state topic."""
 NOTHING = "kl1:-"
-"""The text beside an offset that nothing is done above. Not empty: that is what others write who move a group."""
+"""The metadata of a committed offset above which nothing is done. Never empty: other tools write empty metadata."""
 RANGES = "kl1:/"
-"""The text beside an offset whose partition is shared out: the progress of each range lies in the state topic."""
-_WAIT = 20
-"""Milliseconds that the broker waits before it says that there is nothing more: a restore takes at least so long."""
-_WAIT_NOW_AND_THEN = 1
-"""For who rests in between."""
-_HIDDEN = 1.0
-"""Seconds for which what lies behind an open transaction is waited for: one that is just committed ends at once."""
-_POLL = 1000
-_POLLS = 20
-"""Records that are read at once, and how often, before the loop has its turn: versions come by the thousand."""
+"""The metadata of a committed offset in a shared partition: the progress of each range is in the state topic."""
+_FETCH_WAIT_MS = 20
+"""Time the broker waits for more data before it reports the end. Every restore takes at least this long."""
+_RESTING_FETCH_WAIT_MS = 1
+"""The same for a reader that rests between reads (``rests``)."""
+_OPEN_TRANSACTION_SECONDS = 1.0
+"""Time to wait for records behind an open transaction; a transaction that is being committed ends at once."""
+_POLL_RECORDS = 1000
+_POLLS_PER_TURN = 20
+"""Records read per poll, and polls before the loop gets its turn; there may be thousands of versions."""
 
 
 def order_stop(
     settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = REQUEST_SECONDS
 ) -> None:
-    """Tell the tasks of this run to drain and end. Raises BrokerError when the order could not be written."""
+    """Tell the tasks of this run to drain and end. Raises BrokerError when the command could not be written."""
     _order(settings, topic, partitions, STOP, {"run": run}, timeout)
 
 
 def order_plan(
     settings: KafkaSettings, topic: str, partitions: int, run: str, *, number: int, tasks: int
 ) -> None:
-    """Tell the tasks of this run that there may be so many of them from now on.
+    """Tell the tasks of this run how many of them there should be from now on.
 
-    An epoch that was planned before the order of this ``number`` drains and ends: all of it, also when a later order
-    wants what there was. Raises BrokerError when the order could not be written.
+    Every epoch that was planned before the command with this ``number`` drains and ends, even if a later command
+    restores the old number of tasks. Raises BrokerError when the command could not be written.
     """
     wanted = {"run": run, "number": number, "tasks": tasks}
     _order(settings, topic, partitions, REPLAN, wanted, REQUEST_SECONDS)
@@ -166,24 +167,24 @@ def _order(
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """For ``commit="epoch"``: how far a task came in the epoch. It counts when Spark has committed that."""
+    """Progress of a task in one epoch, for ``commit="epoch"``. It counts when Spark has committed the epoch."""
 
     epoch: int
     watermark: int
     text: str
-    """Of :mod:`keylane.offsets.metadata`."""
+    """Encoded by :mod:`keylane.offsets.metadata`."""
     redriven: str
     notes: tuple[tuple[str, str | None], ...] = ()
-    """Records about operators' orders, by name: what came of them, and that they no longer stand."""
+    """Records about operators' commands, by name: results, and the removal of commands that were carried out."""
 
     def encode(self) -> bytes:
-        """For the state topic."""
+        """Return the value of a record of the state topic."""
         return json.dumps([self.epoch, self.watermark, self.text, self.redriven, self.notes]).encode()
 
     @classmethod
     @wire.decoder
     def decode(cls, value: bytes) -> Proposal:
-        """The reverse. Raises MalformedRecordError."""
+        """Decode such a value. Raises MalformedRecordError."""
         epoch, watermark, text, redriven, notes = wire.row(wire.loads(value), 5)
         if redriven:  # it becomes a record of its own when the epoch counts
             OffsetRuns.decode(wire.text(redriven, wire.MAX_BYTES).encode())
@@ -205,22 +206,22 @@ def _decode_note(found: object) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A task says that it owns slots of a partition."""
+    """A task's record that it owns slots of a partition."""
 
     place: int
-    """Where it lies in the state topic: of two claims the later one counts."""
+    """Its offset in the state topic: of two claims the later one counts."""
     slots: Slots
     run: str
     who: str
     leaving: bool
-    """It finishes what it has begun, and then lets go."""
+    """The task finishes the messages it has started, and then gives up its slots."""
     heard: float
     """When this was read, by the monotonic clock."""
 
 
 def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
     few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": wait}
-    # By the app's own group: the client looks for its coordinator, and another group would need rights of its own.
+    # The app's own group: the client looks for its coordinator, and another group would need more rights.
     consumer = settings.consumer(app, **few, **{"isolation.level": "read_committed"})
     load_metadata(consumer, f"{app}.state")
     return consumer
@@ -229,8 +230,8 @@ def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
 class StateTopic:
     """One task's view of the state topic. After :meth:`restore`, :meth:`poll` never blocks.
 
-    ``labels`` say which records are about the app's topics as they are now; others are not taken.
-    Used by one thread at a time: the one that restores, then the loop's. ``rests``: by who looks now and then, with
+    ``labels`` decide which records are about the app's topics as they are now; others are ignored. Used by one thread
+    at a time: the one that restores, then the loop's. ``rests`` is for a reader that looks only now and then, with
     :meth:`catch_up` and :meth:`rest`.
     """
 
@@ -250,7 +251,7 @@ class StateTopic:
     ) -> None:
         self._labels = labels
         self.versions = versions
-        """Where the versions of entities go, as long as somebody wants to know: they may be very many."""
+        """Where the versions of entities are stored while somebody needs them: there may be very many."""
         self._versions_only = False
         self._settings = settings
         self._app = app
@@ -258,46 +259,53 @@ class StateTopic:
         self._partitions = list(partitions)
         self._run = run
         self._since = since or {}
-        self._consumer = consumer or _consumer(settings, app, _WAIT_NOW_AND_THEN if rests else _WAIT)
+        self._consumer = consumer or _consumer(
+            settings, app, _RESTING_FETCH_WAIT_MS if rests else _FETCH_WAIT_MS
+        )
         self._reader = PartitionReader(self._consumer, topic, missing_seconds=0)
-        # A broker that has just come back may not know the topic yet. When it is gone, the task's commits fail.
+        # A broker that has just come back may not know the topic yet. If the topic was deleted, the task's commits
+        # fail.
         self._follower = PartitionReader(self._consumer, topic, missing_seconds=inf)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
-        self._progress: dict[int, tuple[int, str]] = {}  # a watermark, and the text that belongs to it
+        self._progress: dict[int, tuple[int, str]] = {}  # a watermark and its metadata
         self.malformed: Counter[str] = Counter()
-        """Records that could not be read, by kind. What was known under their names before still counts."""
+        """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
         self.stopped = False
         self.flooded = ""  # why the run was stopped
-        self.runs: dict[int, dict[str, Any]] = {}  # whom the app belongs to, by partition
+        self.runs: dict[int, dict[str, Any]] = {}  # the run that the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
         self.proposals: dict[int, Proposal] = {}
         self.range_progresses: dict[int, dict[Slots, RangeProgress]] = {}  # by partition
         self.grouped: defaultdict[int, Generation] = defaultdict(lambda: NEVER_MOVED)
-        self.layouts: dict[int, dict[Slots, int]] = {}  # by partition: for how many its versions are complete
+        self.layouts: dict[
+            int, dict[Slots, int]
+        ] = {}  # by partition: the number of partitions its versions are complete for
         self.loads: dict[
             int, dict[Slots, tuple[int, Load]]
         ] = {}  # of this run: epoch and counts, by partition
         self.former: tuple[int, ...] = ()  # numbers of partitions that the source had before
         self.plan: dict[str, Any] = {}
-        self.wanted: dict[str, Any] = {}  # of this run: how many tasks there should be
+        self.wanted: dict[str, Any] = {}  # of this run: the number of tasks there should be
         self.attempts: dict[int, dict[bytes, dict[int, RetryState]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
         self.redriven: dict[int, OffsetRuns] = {}
-        self.commands: dict[tuple[int, bytes], Command] = {}  # that nobody has answered
+        self.commands: dict[tuple[int, bytes], Command] = {}  # without an answer
         self.audits: dict[bytes, tuple[int, bytes]] = {}  # name: partition and value
-        self.parts: dict[int, set[bytes]] = {}  # by partition: names of records that ranges have of their own
-        self.rests: dict[int, dict[Slots, int]] = {}  # of this run: up to where all but stopped lanes is done
+        self.parts: dict[int, set[bytes]] = {}  # by partition: names of records that belong to one range
+        self.rests: dict[
+            int, dict[Slots, int]
+        ] = {}  # of this run: everything below is done, except in stopped lanes
 
     def restore(self) -> None:
-        """Read everything there is. Raises BrokerError when it cannot be read."""
-        # A number, not OFFSET_BEGINNING: the client would take three quarters of a second to find out what that is. A
-        # topic that is only compacted begins at 0 for ever; one that does not is read from its beginning all the same.
+        """Read the whole topic. Raises BrokerError when it cannot be read."""
+        # 0 instead of OFFSET_BEGINNING, which the client needs three quarters of a second to resolve. A compacted topic
+        # always begins at 0; any other one is read from its beginning all the same.
         self._reader.assign(dict.fromkeys(self._partitions, 0))
         self._read_to_the_end()
 
     def restore_versions(self) -> None:
-        """Read the versions once more, into a new store; everything else is known. Raises BrokerError."""
+        """Read the versions again, into a new store; everything else is known. Raises BrokerError."""
         self.versions = VersionStore()
         self._versions_only = True
         try:
@@ -320,22 +328,22 @@ class StateTopic:
             )
 
     def rest(self) -> None:
-        """Fetch nothing until the next :meth:`catch_up`: for who looks only now and then."""
+        """Fetch nothing until the next :meth:`catch_up`: for a reader that looks only now and then."""
         self._consumer.unassign()
 
     def catch_up(self, ends: Mapping[int, int]) -> None:
-        """Read what has come since the last :meth:`rest`, up to these ends. Raises BrokerError when it cannot be read.
+        """Read what was written since the last :meth:`rest`, up to these ends. Raises BrokerError when that fails.
 
-        What was committed a moment ago may still be hidden, for a few milliseconds; what lies behind the open
-        transaction of a task that died is not waited for.
+        Records committed a moment ago may still be hidden for a few milliseconds. Records behind the open transaction
+        of a task that died are not waited for.
         """
         self._reader.assign(self._next)
-        if not self.read_through({p: end - 1 for p, end in ends.items()}, _HIDDEN):
+        if not self.read_through({p: end - 1 for p, end in ends.items()}, _OPEN_TRANSACTION_SECONDS):
             self._reader.assign(self._next)
             self._read_to_the_end()
 
     def read_through(self, places: Mapping[int, int], timeout: float) -> bool:
-        """Read on until these places, by partition, were read; whether that was so within the time."""
+        """Read until these positions, by partition, are reached. False if that took longer than ``timeout``."""
         deadline = time.monotonic() + timeout
         while any(self._next.get(p, place + 1) <= place for p, place in places.items()):
             if time.monotonic() > deadline:
@@ -367,7 +375,7 @@ class StateTopic:
         )
 
     def _read(self, message: Any) -> bool:
-        """Take a record; whether it was the partition's end instead."""
+        """Take a record. True if the message is the partition's end instead."""
         if message.error() is not None:
             self._next[message.partition()] = message.offset()
             return True
@@ -375,29 +383,29 @@ class StateTopic:
         return False
 
     def progress(self, partition: int, watermark: int, text: str | None) -> Restored:
-        """Progress from a committed offset: the text beside it, or what lies in the topic when that says so."""
+        """Return the progress at a committed offset: from its metadata, or from the topic if that refers to it."""
         if text in (NOTHING, RANGES):
             return decode(watermark, None)
         if text != ELSEWHERE:
             return decode(watermark, text)
         begins, text = self._progress.get(partition, (-1, ""))
-        # The record is written before the offset that names it, so it may be newer; what it says is done, is done.
+        # The record is written before the offset that refers to it, so it may be newer. What it calls done is done.
         if begins >= watermark:
             return decode(begins, text)
         return decode(watermark, "kl1:the record in the state topic is missing or older")
 
     def poll(self) -> bool:
-        """Read what is there; whether this run was told to stop."""
-        for _ in range(_POLLS):
-            messages = self._follower.read(0, _POLL)
+        """Read the available records. True if this run was told to stop."""
+        for _ in range(_POLLS_PER_TURN):
+            messages = self._follower.read(0, _POLL_RECORDS)
             for message in messages:
                 self._read(message)
-            if len(messages) < _POLL:
+            if len(messages) < _POLL_RECORDS:
                 break
         return self.stopped
 
     def has_read(self, ends: Mapping[int, int]) -> bool:
-        """Whether everything below these offsets was read."""
+        """True if everything below these offsets was read."""
         return all(self._next[p] >= end for p, end in ends.items())
 
     def repeat_commands(self) -> None:
@@ -406,9 +414,9 @@ class StateTopic:
 
     @property
     def successor(self) -> dict[str, Any] | None:
-        """Another run that the app belongs to, if it does.
+        """Return the other run that the app now belongs to; None if it still belongs to this one.
 
-        One from before this run is none: that is all there is to see while a transaction of its dead tasks is open.
+        Runs older than this one do not count: they are all that is visible while a dead task's transaction is open.
         """
         for partition, found in self.runs.items():
             if found["run"] != self._run and found["place"] > self._since.get(partition, -1):
@@ -416,14 +424,14 @@ class StateTopic:
         return None
 
     def take_commands(self) -> list[Command]:
-        """Orders that have come in since the last call."""
+        """Return the commands that came in since the last call."""
         fresh, self._fresh = self._fresh, []
         return [
             command for command in fresh if self.commands.get((command.partition, command.name)) == command
         ]
 
     def close(self) -> None:
-        """Let go of the consumer."""
+        """Close the consumer."""
         self._consumer.close()
 
     def _take(self, message: Any) -> None:
@@ -452,7 +460,7 @@ class StateTopic:
     def _apply(self, message: Any, name: bytes, value: bytes | None) -> None:
         partition = message.partition()
         if value is None or not self._labels.accepts(name, message):
-            # The last record of a name counts, also if it is of no use here.
+            # The last record of a name counts, even if it is useless here.
             self._take_back(partition, name)
         elif name.startswith(OWNER):
             self._take_claim(partition, name.removeprefix(OWNER).decode(), message.offset(), value)
@@ -466,17 +474,17 @@ class StateTopic:
                 self.proposals[partition] = replace(self.proposals[partition], redriven="")
 
     def _take_claim(self, partition: int, owner: str, place: int, value: bytes) -> None:
-        if not owner.startswith(f"{self._app}."):  # it may be fenced: only ever one of this app's
+        if not owner.startswith(f"{self._app}."):  # its id may be fenced, so it must be one of this app's
             raise MalformedRecordError(f"expected a transactional id of the app, got {owner[:60]!r}")
         ownership = self.owners.setdefault(partition, {})
-        if owner in ownership:  # it says that it is leaving; its place stays
+        if owner in ownership:  # it now says that it is leaving; its place stays
             place = ownership[owner].place
         heard = time.monotonic()
         try:
             run, who, slots, leaving = records.decode_claim(value)
         except MalformedRecordError:
-            # Somebody may own slots here: before all others, so that whoever claims next fences this id, and nobody
-            # who has claimed already takes it for a successor.
+            # Someone may own slots here. Put it before all others, so that the next task to claim fences this id, and
+            # no task that has already claimed takes it for a successor.
             ownership.setdefault(owner, Claim(-1, ALL, "", "a malformed claim", leaving=False, heard=heard))
             raise
         ownership[owner] = Claim(place, slots, run, who, leaving, heard)
@@ -508,7 +516,7 @@ class StateTopic:
             self.grouped[partition] = records.decode_grouped(value)
         elif _is_part(name, ATTEMPTS):
             self.attempts.setdefault(partition, {})[name] = decode_retries(value)
-        elif _is_part(name, REDRIVEN):  # a letter that was redriven stays so, whoever wrote it down
+        elif _is_part(name, REDRIVEN):  # a redriven dead letter stays redriven, whichever task recorded it
             found = OffsetRuns.decode(value)
             self.redriven[partition] = self.redriven.get(partition, OffsetRuns()).union(found)
         elif name.startswith((LANE, KEYLESS)):
@@ -554,25 +562,25 @@ class StateTopic:
 
 
 def kind_of(name: bytes) -> str:
-    """Of a record, by its name: one of a few, whatever the name is."""
+    """Return the kind of a record by its name: one of a few, whatever the name is."""
     known = next((kind for kind in _KINDS if name == kind or name.startswith(kind + b"/")), None)
     return "other" if known is None else known.decode()
 
 
 def part_of(name: bytes, slots: Slots) -> bytes:
-    """The name of the record that the owner of these slots writes."""
+    """Return the name of the record that the owner of these slots writes."""
     return name if slots == ALL else name + b"/" + str(slots).encode()
 
 
 def stale_parts(names: Iterable[bytes], record: bytes, slots: Slots) -> dict[bytes, Slots]:
-    """Of these names those of a record whose range was owned before these slots were: other ranges that overlap them.
+    """Return those of ``names`` that overlap these slots but belong to another range, from before the slots were owned.
 
-    Slots have one owner at a time, so nobody writes under such a name any more.
+    Slots have one owner at a time, so no task writes under such a name any more.
     """
     found: dict[bytes, Slots] = {}
     for name in names:
         if _is_part(name, record):
-            with suppress(ValueError):  # anybody may have written into the topic
+            with suppress(ValueError):  # any client may have written into the topic
                 other = _part(name, record)
                 if other != slots and other.overlaps(slots):
                     found[name] = other

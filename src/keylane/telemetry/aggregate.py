@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from keylane.outcome import Outcome
     from keylane.telemetry.snapshot import Snapshot
 
-_LIVES = 1024
+_TASK_EPOCHS_REMEMBERED = 1024
 """Task epochs that are remembered; a record of a forgotten one would count twice."""
-QUIET = 10.0
+QUIET_AFTER_SECONDS = 10.0
 """Seconds without a record, or five intervals if that is longer, after which a task does not run any more."""
 
 
@@ -54,7 +54,7 @@ class Totals:
             self.processing = self.processing.plus(
                 snapshot.processing.minus(before.processing if before else empty)
             )
-        while len(self._lives) > _LIVES:
+        while len(self._lives) > _TASK_EPOCHS_REMEMBERED:
             self._lives.popitem(last=False)
 
     def running(self, now: float) -> list[Snapshot]:
@@ -62,7 +62,7 @@ class Totals:
         found = [
             one
             for one in self._lives.values()
-            if not one.final and now - one.at < max(QUIET, 5 * one.interval)
+            if not one.final and now - one.at < max(QUIET_AFTER_SECONDS, 5 * one.interval)
         ]
         if not found:
             return []

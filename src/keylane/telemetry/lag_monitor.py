@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STARTS_WITHIN_SECONDS = 60.0
 """An app that was started less than this ago, and whose tasks have told nothing since, is starting."""
-GAP = 3.0
+EPOCH_GAP_SECONDS = 3.0
 """Seconds, and two intervals, for which nobody need speak between two epochs."""
 
 
@@ -182,7 +182,7 @@ class LagMonitor:
         wall, offsets = time.time(), look.offsets
         running = self._totals.running(wall)
         silent, last = None, self._totals.latest
-        if not running and last is not None and wall - last.at > GAP + 2 * last.interval:
+        if not running and last is not None and wall - last.at > EPOCH_GAP_SECONDS + 2 * last.interval:
             silent = wall - last.at
         starting = None if running else self._starting(wall)
         if starting is not None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from keylane.telemetry.snapshot import Snapshot
 
-_SLACK = 2.0
+_BACKLOG_SLACK_SECONDS = 2.0
 """Seconds of incoming messages that may wait without counting as a backlog."""
-_FEW = 100
+_BACKLOG_SLACK_MESSAGES = 100
 """Messages that may wait without counting as a backlog."""
 STUCK_AFTER_SECONDS = 30.0
 """Time without progress after which a partition is stuck; less if the cause is known."""
@@ -159,7 +159,7 @@ def pace_of(
         hangs = standing > STUCK_AFTER_SECONDS and not starting if work is None else work.hangs
         if held_up or hangs:
             return LagTrend.STUCK
-    if movement.lag <= max(_FEW, movement.rate_in * _SLACK):
+    if movement.lag <= max(_BACKLOG_SLACK_MESSAGES, movement.rate_in * _BACKLOG_SLACK_SECONDS):
         return LagTrend.KEEPING_UP
     # A partition that did not move while another did shares its task: it is behind if all together are behind.
     judged = movement if movement.done > 0 else whole

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from keylane.kafka.client import Consumer
     from keylane.kafka.settings import KafkaSettings
 
-_CLOCKS = 3600.0
+_CLOCKS_APART_SECONDS = 3600.0
 """Seconds by which clocks may differ. A record from further in the future is ignored, or it would stay the newest."""
-_LAST_WORDS = 50
+_LAST_RECORDS = 50
 """Records that are read if there is no recent one."""
 
 
@@ -90,7 +90,7 @@ class TelemetryLog:
         ends = self._cluster.ends(self._topic, range(count))
         begins = self._cluster.ends(self._topic, range(count), earliest=True)
         self._next = {
-            p: at if at >= 0 else max(begins[p], ends[p] - _LAST_WORDS) for (_, p), at in starts.items()
+            p: at if at >= 0 else max(begins[p], ends[p] - _LAST_RECORDS) for (_, p), at in starts.items()
         }
         consumer = self._settings.consumer("keylane-telemetry", **{"queued.min.messages": 1000})
         load_metadata(consumer, self._topic)
@@ -111,7 +111,7 @@ class TelemetryLog:
             except MalformedRecordError:  # written by another program
                 self.unreadable += 1
                 continue
-            if snapshot.app == self._app and snapshot.at < time.time() + _CLOCKS:
+            if snapshot.app == self._app and snapshot.at < time.time() + _CLOCKS_APART_SECONDS:
                 found.append(snapshot)
             else:
                 self.unreadable += 1

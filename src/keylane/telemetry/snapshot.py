@@ -136,43 +136,46 @@ def decode(value: bytes | None) -> Snapshot:
 
     What a later version of the same number has added is left out.
     """
-    found = wire.loads(value, limit=_RECORD)
+    found = wire.loads(value, limit=_RECORD_BYTES_MAX)
     (version,) = wire.fields(found, "v")
     if version != VERSION:
         raise wire.MalformedRecordError(f"expected a record of version {VERSION}, got {version!r:.60}")
     outcomes, partitions, breakers, hot, lanes, latency, processing = wire.fields(
         found, "outcomes", "partitions", "breakers", "hot", "lanes", "latency", "processing"
     )
-    outcomes = _object(outcomes, _MANY)
+    outcomes = _object(outcomes, _ENTRIES_MAX)
     plain = _typed(Snapshot, found)
-    if not 0 < plain["interval"] <= _DAY:  # as long as five of them a task counts as running
-        raise wire.MalformedRecordError(f"expected an interval of at most {_DAY} s, got {plain['interval']}")
+    if not 0 < plain["interval"] <= _INTERVAL_SECONDS_MAX:  # as long as five of them a task counts as running
+        raise wire.MalformedRecordError(
+            f"expected an interval of at most {_INTERVAL_SECONDS_MAX} s, got {plain['interval']}"
+        )
     return Snapshot(
         **plain,
         outcomes=Counter({outcome: wire.integer(outcomes.get(outcome.value, 0)) for outcome in Outcome}),
         partitions={
             wire.integer(int(p)): PartitionFigures(**_typed(PartitionFigures, figures))
-            for p, figures in _object(partitions, _PARTITIONS).items()
+            for p, figures in _object(partitions, _PARTITIONS_MAX).items()
         },
         breakers={
-            wire.text(s, _NAME): wire.text(state, _NAME) for s, state in _object(breakers, _MANY).items()
+            wire.text(s, _NAME_CHARACTERS_MAX): wire.text(state, _NAME_CHARACTERS_MAX)
+            for s, state in _object(breakers, _ENTRIES_MAX).items()
         },
         lanes=LaneFigures(**_typed(LaneFigures, lanes)),
         latency=Histogram.from_json(latency),
         processing=Histogram.from_json(processing),
-        hot=tuple(HotFigures(**_typed(HotFigures, one)) for one in wire.array(hot, _MANY)),
+        hot=tuple(HotFigures(**_typed(HotFigures, one)) for one in wire.array(hot, _ENTRIES_MAX)),
     )
 
 
-_RECORD = 1 << 20
-_DAY = 86_400.0
-_PARTITIONS, _MANY, _NAME = 10_000, 1000, 1000
+_RECORD_BYTES_MAX = 1 << 20
+_INTERVAL_SECONDS_MAX = 86_400.0
+_PARTITIONS_MAX, _ENTRIES_MAX, _NAME_CHARACTERS_MAX = 10_000, 1000, 1000
 """Seconds in a histogram."""
 _READERS: dict[str, Callable[[object], object]] = {
     "int": wire.integer,
     "float": wire.seconds,
     "bool": wire.boolean,
-    "str": lambda found: wire.text(found, _NAME),
+    "str": lambda found: wire.text(found, _NAME_CHARACTERS_MAX),
 }
 """By the type that a field says it has."""
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from keylane.errors import KeylaneError
-from keylane.offsets.metadata import LIMIT, decode, encode
+from keylane.offsets.metadata import METADATA_BYTES_MAX, decode, encode
 from keylane.offsets.range_progress import NEVER_MOVED, RangeWatermark, SharedPartition, in_common
 from keylane.offsets.slots import ALL
 from keylane.offsets.watermark import Watermark
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _RANGES = ""
 """Metadata of an offset whose progress is recorded by range."""
-_PROGRESS_MAX = 1_000_000
+_PROGRESS_CHARACTERS_MAX = 1_000_000
 
 
 class DurableState:
@@ -110,7 +110,7 @@ class DurableState:
             progress = segments[0].progress
         else:
             progress = mark.progress()
-        text = encode(progress, LIMIT if not known else _PROGRESS_MAX)
+        text = encode(progress, METADATA_BYTES_MAX if not known else _PROGRESS_CHARACTERS_MAX)
 
         def write() -> None:
             part.written = progress

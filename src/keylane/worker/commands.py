@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.task")
 
-_AT_ONCE = 1000
+_REDRIVEN_AT_ONCE_MESSAGES = 1000
 """Letters that are redriven at once, at most: they are held in memory."""
-_AGAIN = 5.0
+_RETRY_SECONDS = 5.0
 
 
 class CommandExecutor(Contributor):
@@ -290,8 +290,10 @@ class CommandExecutor(Contributor):
                 try:
                     await self._redrive(partition, list(commands.values()))
                 except KeylaneError as error:
-                    log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _AGAIN)
-                    wait = _AGAIN
+                    log.warning(
+                        "redrive of partition %d: %s; tried again in %g s", partition, error, _RETRY_SECONDS
+                    )
+                    wait = _RETRY_SECONDS
                 self._running = set()
                 for command_id in list(self._cancels):
                     self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
@@ -310,7 +312,7 @@ class CommandExecutor(Contributor):
         repeats = SeenDeadLetters()
         letters = await asyncio.to_thread(read_all_dead_letters, self._settings, self._app.dlq, partition)
         wanted = self._wanted(letters, partition, by_key, repeats)
-        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
+        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _REDRIVEN_AT_ONCE_MESSAGES))):
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:

@@ -8,7 +8,7 @@ from keylane.errors import BrokerError, TakenOverError
 from keylane.kafka.client import KafkaException, TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
-from keylane.offsets.metadata import LIMIT, stamp
+from keylane.offsets.metadata import METADATA_BYTES_MAX, stamp
 from keylane.state.labels import Labels
 from keylane.state.topic import ELSEWHERE, NOTHING, PROGRESS, RANGE, REDRIVEN, StateTopic
 
@@ -57,7 +57,7 @@ class EpochCommitter:
             if proposal.epoch != epoch:
                 continue  # of an epoch that Spark has not committed, or that counts already
             text = proposal.text or NOTHING
-            if len(stamp(text, self.identity.source)) > LIMIT:
+            if len(stamp(text, self.identity.source)) > METADATA_BYTES_MAX:
                 notes.append((partition, PROGRESS, f"{proposal.watermark} {text}".encode()))
                 text = ELSEWHERE
             if proposal.redriven:

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.engine.output import SentAloneError
-from keylane.engine.result_ids import RESULT_ID_MAX, result_headers, result_id_prefix
+from keylane.engine.result_ids import RESULT_ID_BYTES_MAX, result_headers, result_id_prefix
 from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
 from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES, Rejections, is_rejection
@@ -33,10 +33,10 @@ LAST_REPORTS_SECONDS = 2.0
 """How long a task that ends waits for the acknowledgements of results in flight."""
 BUSY_LOOP_LANES = 64
 """Ready lanes. When more of them wait, the event loop is the bottleneck."""
-_HOLD = 0.05
+_GATHER_SECONDS_MAX = 0.05
 """Seconds for which results are gathered then, before the client's own."""
-_LOOK = 0.2
-_EVER = 1 << 61
+_REVIEW_INTERVAL_SECONDS = 0.2
+_NO_LIMIT_MS = 1 << 61
 CLOCKS_APART_MS = 60_000
 """A result whose time is beyond what the sink allows by less than this is left to the broker to judge."""
 
@@ -121,7 +121,7 @@ class KafkaOutput:
         self._app = app
         self._sink = app.sink or ""
         self._prefix = result_id_prefix(app.name)
-        self._short = RESULT_ID_MAX - len(self._prefix)
+        self._short = RESULT_ID_BYTES_MAX - len(self._prefix)
         self._limit = limit - RECORD_OVERHEAD_BYTES
         # The client looks at the size of what is in no transaction, headers included.
         self._unchecked = -1 if self._exact else self._limit - 1024
@@ -229,7 +229,7 @@ class KafkaOutput:
         """The oldest and the newest time of a record that the sink takes now, in milliseconds."""
         now = int(time.time() * 1000)
         before, after = (
-            int(min(limit, _EVER)) for limit in (self._rules.max_age_ms, self._rules.max_ahead_ms)
+            int(min(limit, _NO_LIMIT_MS)) for limit in (self._rules.max_age_ms, self._rules.max_ahead_ms)
         )
         return now - before, now + after
 
@@ -275,9 +275,9 @@ class KafkaOutput:
         gathered += records
         if not before:
             self._first = time.monotonic()
-            self._timer = self._loop.call_later(_HOLD, self._let_go, producer, engine)
+            self._timer = self._loop.call_later(_GATHER_SECONDS_MAX, self._let_go, producer, engine)
         # That comes late where handlers have the loop to themselves.
-        elif len(gathered) // 32 > before // 32 and time.monotonic() - self._first > _HOLD:
+        elif len(gathered) // 32 > before // 32 and time.monotonic() - self._first > _GATHER_SECONDS_MAX:
             self._let_go(producer, engine)
 
     def _is_careful(self) -> bool:
@@ -386,7 +386,7 @@ class KafkaOutput:
         waiting = engine.held if engine.behind else len(engine.table.ready)
         self._least = min(self._least, waiting)
         now = time.monotonic()
-        if now - self._looked < _LOOK or self._producer is None:
+        if now - self._looked < _REVIEW_INTERVAL_SECONDS or self._producer is None:
             return
         gathered, self._gathers = self._gathers, self._least > BUSY_LOOP_LANES
         self._direct = not self._gathers and not self._is_careful()

@@ -14,7 +14,7 @@ from keylane.kafka.client import TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS
 from keylane.kafka.transactional_client import TRANSACTION_SECONDS
 from keylane.lanes.lane_record import LaneStatus, RetryState
-from keylane.offsets.metadata import LIMIT, encode, stamp
+from keylane.offsets.metadata import METADATA_BYTES_MAX, encode, stamp
 from keylane.offsets.range_progress import RangeProgress, RangeWatermark, SharedPartition, in_common
 from keylane.offsets.slots import ALL
 from keylane.offsets.watermark import PartitionProgress, Watermark
@@ -386,7 +386,7 @@ class ProgressTracker(Contributor):
             if progress == self._committed.get(partition) and not self._needs_refresh(partition):
                 continue
             text = encode(progress, batch.room) or NOTHING
-            if len(stamp(text, self._worker_session.identity.source)) > LIMIT:
+            if len(stamp(text, self._worker_session.identity.source)) > METADATA_BYTES_MAX:
                 if not self._may_write_large(partition, len(text), last=batch.last):
                     continue
                 batch.note(partition, PROGRESS, f"{progress.watermark} {text}".encode())
@@ -422,7 +422,9 @@ class ProgressTracker(Contributor):
         if progress == self._committed_ranges.get(partition):
             return
         text = progress.encode(batch.room)
-        if len(text) > LIMIT and not self._may_write_large(partition, len(text), last=batch.last):
+        if len(text) > METADATA_BYTES_MAX and not self._may_write_large(
+            partition, len(text), last=batch.last
+        ):
             return
         batch.note(partition, RANGE + str(progress.slots).encode(), text)
         self._collected.ranges[partition] = progress

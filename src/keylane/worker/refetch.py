@@ -1,6 +1,7 @@
-"""Reads again what a lane that was stuck has left behind: of that only the offsets were kept.
+"""Reads evicted messages again: messages of stuck lanes, of which only the offsets were kept.
 
-A consumer of its own, with one owner thread, goes through a partition once for all lanes that ask for a part of it.
+It has a consumer of its own, with one owner thread. One pass over a partition serves all lanes that need messages of
+it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.kafka")
 
-_BATCH = 1000
-_POLL = 0.1
-_LEAP = 20_000
-"""Offsets that nobody asked for: from so many on they are leapt over, below it is quicker to read them."""
-_TURN = 200_000
-"""Messages read in one pass while a request waits for the next one."""
-_IDLE = 1.0
-"""Seconds without a request after which nothing is fetched ahead any more."""
+_BATCH_MESSAGES = 1000
+_POLL_SECONDS = 0.1
+_LEAP_OFFSETS_MIN = 20_000
+"""Gaps between requested offsets that are at least this long are skipped with a seek; shorter ones are read."""
+_TURN_MESSAGES_MAX = 200_000
+"""Messages read in one pass while a request waits for the next pass."""
+_IDLE_SECONDS = 1.0
+"""Time without a request after which prefetching stops."""
 _END = -1
-"""Instead of an offset: the log has ended."""
-_SILENT = 10.0
-"""Seconds after which a partition of which nothing comes is asked for anew."""
-_GONE = 30.0
-"""Seconds after which a topic that the broker does not know, or a log that is shorter than it was, is believed in."""
+"""Instead of an offset: the end of the log."""
+_SILENT_SECONDS = 10.0
+"""Time without messages after which a partition is assigned again."""
+_MISSING_SECONDS = 30.0
+"""Time for which a topic must be unknown to the broker, or a log too short, before its messages count as missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +52,22 @@ class Refetched:
     ticket: int
     partition: int
     records: Sequence[Record]
-    """Ascending."""
+    """In ascending order."""
     missing: Sequence[int]
     """Offsets that are no longer in the log, ascending: retention or compaction has taken them."""
     last: bool
-    """Nothing more will come for this ticket."""
+    """True if this is the last part for its ticket."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What one ticket asks for. Used by the owner thread alone, once it is there."""
+    """The offsets of one ticket. After it is queued, only the owner thread uses it."""
 
     ticket: int
     partition: int
     offsets: Sequence[int]
     at: int = 0
-    """The place of the next offset to come."""
+    """Index of the next offset that is expected."""
     cancelled: bool = False
     records: list[Any] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
@@ -74,38 +75,37 @@ class _Request:
 
 @dataclass(slots=True)
 class _Part:
-    """How far reading is in one partition. Used by the owner thread alone."""
+    """Read position in one partition. Only the owner thread uses it."""
 
     number: int
     asked: list[tuple[int, int, _Request]] = field(default_factory=list)
-    """A heap of the requests that this pass serves, by their next offset."""
+    """A heap of the requests served by this pass, by their next offset."""
     late: list[_Request] = field(default_factory=list)
-    """Requests that begin below where this pass is."""
+    """Requests that begin below the position of this pass."""
     position: int | None = None
-    """What lies below will not come; None while the partition is not assigned."""
+    """Messages below this will not come in this pass; None while the partition is not assigned."""
     certain: bool = False
-    """Whether what comes is known to begin where it was told to."""
+    """True when the messages are known to come from the position that was assigned."""
     doubted: tuple[int, int] | None = None
-    """The offset that did not come when reading was sent there, and the one that came instead."""
+    """The offset that was missing right after a seek to it, and the offset that came instead."""
     passed: int = 0
-    """Messages read since the first of ``late`` came."""
+    """Messages read since the first request in ``late``."""
     ended: float | None = None
-    """Since when nothing comes because the log has ended."""
+    """When the end of the log was reached; None before."""
     heard: float = 0.0
-    """When something came of it last."""
+    """When the last message of this partition came."""
 
 
 class RefetchReader:
     """Reads single offsets of one topic again and hands them to ``deliver``, on its own thread.
 
-    ``deliver`` must be quick and must not raise. Each offset asked for comes to it exactly once, as a record or as
-    missing, ascending within its ticket. Requests for the same partition share one pass over the log: one that begins
-    above where the pass is joins it, others wait for the next. How much is held in memory is up to who asks: a few
-    thousand offsets at once, and the next before the last have come, read as fast as a million.
+    ``deliver`` must be quick and must not raise. It gets each requested offset exactly once, as a record or as missing,
+    ascending within its ticket. Requests for one partition share a pass over the log: a request that begins above the
+    position of the pass joins it, others wait for the next one. The caller decides how much is in memory: requests of a
+    few thousand offsets, each made before the last one is complete, read as fast as one of a million.
 
-    Brokers that are away are waited for. What does not pass by itself goes to ``fail`` as a
-    :class:`keylane.errors.BrokerError`; then nothing more comes. Nothing is ever committed: ``app`` is only the group's
-    name, for brokers that check it.
+    It waits for brokers that are down. Permanent errors go to ``fail`` as a :class:`keylane.errors.BrokerError`, and
+    nothing more is delivered. It never commits: ``app`` is only the name of the group, for brokers that check it.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class RefetchReader:
         self._closing = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        # The owner thread's own.
+        # Used only by the owner thread.
         self._open: dict[int, _Request] = {}
         self._parts: dict[int, _Part] = {}
         self._numbers = 0
         self._reader: PartitionReader
         self.scanned = 0
-        """Messages read so far, asked for or not. Written by the owner thread."""
+        """Messages read so far, requested or not. Written by the owner thread."""
 
     def request(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
-        """Read these offsets, ascending, again. From any thread; a ticket is used once. The first starts the thread."""
+        """Read these offsets again. From any thread. They must ascend; a ticket is used once. The first starts it."""
         self._orders.put(_Request(ticket, partition, offsets))
         with self._starting:
             if self._thread is None and not self._closing.is_set():
@@ -143,11 +143,11 @@ class RefetchReader:
                 self._thread.start()
 
     def cancel(self, ticket: int) -> None:
-        """Read nothing more for this ticket. From any thread; what is on its way to ``deliver`` still comes."""
+        """Stop reading for this ticket. From any thread; messages already on their way to ``deliver`` still come."""
         self._orders.put(ticket)
 
     def close(self) -> None:
-        """Let go of the consumer and end the thread; requests that are open are forgotten."""
+        """Close the consumer and end the thread; open requests are dropped."""
         with self._starting:
             self._closing.set()
         self._orders.put(None)
@@ -156,7 +156,7 @@ class RefetchReader:
 
     @property
     def open(self) -> int:
-        """Requests that are not served to their end."""
+        """Number of requests that are not complete."""
         return len(self._open)
 
     def _main(self) -> None:
@@ -166,14 +166,14 @@ class RefetchReader:
                 **{
                     "queued.min.messages": 10_000,
                     "queued.max.messages.kbytes": 8192,
-                    # One fetch at a time goes to a broker: one that waits for new messages would hold up a leap.
+                    # A broker serves one fetch at a time: one that waits for new messages would delay a seek.
                     "fetch.wait.max.ms": 10,
                 },
             )
             try:
                 load_metadata(consumer, self._topic)
                 self._reader = PartitionReader(
-                    consumer, self._topic, missing_seconds=_GONE, what="cannot be read again"
+                    consumer, self._topic, missing_seconds=_MISSING_SECONDS, what="cannot be read again"
                 )
                 while not self._closing.is_set():
                     self._step(consumer)
@@ -194,7 +194,7 @@ class RefetchReader:
     # Requests.
 
     def _take_orders(self, consumer: Consumer) -> None:
-        """Take what is there; without anything to do, wait for it."""
+        """Take the queued requests; wait for one if there is nothing to do."""
         if not any(part.asked or part.late for part in self._parts.values()):
             self._take(self._next_order(consumer))
         while True:
@@ -206,7 +206,7 @@ class RefetchReader:
     def _next_order(self, consumer: Consumer) -> _Request | int | None:
         if any(part.position is not None for part in self._parts.values()):
             try:
-                return self._orders.get(timeout=_IDLE)
+                return self._orders.get(timeout=_IDLE_SECONDS)
             except Empty:
                 for part in self._parts.values():
                     self._leave(consumer, part)
@@ -250,18 +250,18 @@ class RefetchReader:
     # Reading.
 
     def _turn(self, consumer: Consumer, part: _Part) -> None:
-        """See to it that the partition is read where the next offset lies, and not at all when there is none."""
-        if part.late and (not part.asked or part.passed > _TURN or part.ended is not None):
+        """Read the partition at its next requested offset; pause it if there is none."""
+        if part.late and (not part.asked or part.passed > _TURN_MESSAGES_MAX or part.ended is not None):
             for request in part.late:
                 self._ask(part, request)
             part.late.clear()
         if not part.asked:
-            # While no other is read either it may stay as it is: what was fetched ahead is kept for the next request.
+            # Leave it as it is while no other partition is read either: prefetched messages serve the next request.
             if any(other.asked for other in self._parts.values()):
                 self._leave(consumer, part)
             return
         wanted = part.asked[0][0]
-        if part.position is None or not part.position <= wanted <= part.position + _LEAP:
+        if part.position is None or not part.position <= wanted <= part.position + _LEAP_OFFSETS_MIN:
             part.doubted = None
             self._go_to(consumer, part, wanted)
 
@@ -270,7 +270,7 @@ class RefetchReader:
         if part.position is not None:
             try:
                 consumer.seek(place)
-            except KafkaException:  # it has not begun to fetch yet, or the broker is away
+            except KafkaException:  # fetching has not started yet, or the broker is down
                 self._leave(consumer, part)
         if part.position is None:
             consumer.incremental_assign([place])
@@ -282,11 +282,11 @@ class RefetchReader:
     def _leave(self, consumer: Consumer, part: _Part) -> None:
         if part.position is not None:
             consumer.incremental_unassign([TopicPartition(self._topic, part.number)])
-            self._reader.errors.answered([part.number])  # nothing is expected of it any more
+            self._reader.errors.answered([part.number])  # no messages of it are expected any more
             part.position = None
 
     def _read(self, consumer: Consumer) -> None:
-        messages = self._reader.read(_POLL, _BATCH)
+        messages = self._reader.read(_POLL_SECONDS, _BATCH_MESSAGES)
         touched: dict[_Request, None] = {}
         self.scanned += len(messages)
         self._sort_out(consumer, messages, touched)
@@ -295,28 +295,28 @@ class RefetchReader:
 
     def _look_at_the_clock(self, consumer: Consumer, touched: dict[_Request, None]) -> None:
         now = time.monotonic()
-        self._reader.errors.check_missing(_GONE)  # the client may report it only once
+        self._reader.errors.check_missing(_MISSING_SECONDS)  # the client may report a missing topic only once
         for part in self._parts.values():
-            if part.asked and part.ended is not None and now - part.ended > _GONE:
+            if part.asked and part.ended is not None and now - part.ended > _MISSING_SECONDS:
                 part.certain = False
                 if self._believed(part, _END):
                     self._miss(part, None, touched)
                 else:
                     self._go_to(consumer, part, part.asked[0][0])
-            elif part.asked and part.ended is None and now - part.heard > _SILENT:
+            elif part.asked and part.ended is None and now - part.heard > _SILENT_SECONDS:
                 part.heard = now
                 self._ask_after(consumer, part)
 
     def _ask_after(self, consumer: Consumer, part: _Part) -> None:
-        """Nothing comes of the partition: is it still there?
+        """Check whether a silent partition still exists.
 
-        The client does not say that a topic was deleted while a partition of it was let go of and taken up again, and
-        loses sight of one that was away only for a moment. So the cluster is asked, and the partition taken up anew.
+        The client does not report that a topic was deleted while its partition was unassigned, and loses track of a
+        topic that was away for a moment. So ask the cluster, and assign the partition again.
         """
         try:
             topic = consumer.list_topics(self._topic, timeout=1.0).topics[self._topic]
         except KafkaException:
-            return  # no broker answers: that is waited for
+            return  # no broker answers: wait
         if topic.error is not None:
             self._reader.errors.handle(part.number, topic.error)
         else:
@@ -325,7 +325,7 @@ class RefetchReader:
 
     def _sort_out(self, consumer: Consumer, messages: list[Any], touched: dict[_Request, None]) -> None:
         parts, now = self._parts, time.monotonic()
-        stale: set[int] = set()  # partitions that were sent elsewhere after these messages had been fetched
+        stale: set[int] = set()  # partitions that were moved elsewhere after these messages had been fetched
         for message in messages:
             error = message.error()
             number = message.partition()
@@ -336,7 +336,7 @@ class RefetchReader:
             part.heard = now
             part.passed += 1
             if offset >= part.position:
-                # Of every message, whether it is asked for or not: what is behind will not come again.
+                # For every message, requested or not: what is below it will not come again in this pass.
                 part.position = offset if error is not None else offset + 1
             part.ended = None if error is None else now
             asked = part.asked
@@ -353,10 +353,10 @@ class RefetchReader:
 
     @staticmethod
     def _believed(part: _Part, came: int) -> bool:
-        """Whether an offset is missing because this one, above it, has come.
+        """True if an offset counts as missing because ``came``, which is above it, has come.
 
-        When reading was just sent there it must come twice: the client may have fetched it before, elsewhere, and
-        an offset that is taken for missing is lost.
+        Right after a seek that must happen twice: the client may have prefetched the message at its former position,
+        and an offset taken for missing is lost.
         """
         look = part.asked[0][0], came
         if part.certain or part.doubted == look:
@@ -365,7 +365,7 @@ class RefetchReader:
         return False
 
     def _miss(self, part: _Part, below: int | None, touched: dict[_Request, None]) -> None:
-        """What is asked for below this offset is not there; with None all of it."""
+        """Report the requested offsets below this one as missing; with None all of them."""
         asked = part.asked
         while asked and (below is None or asked[0][0] < below):
             request = heappop(asked)[2]

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.telemetry")
 
-_GIVEN_UP = 5.0
+_RECORD_EXPIRES_SECONDS = 5.0
 """Seconds after which a record is of no use any more."""
-_HOT_EVERY = 5.0
+_HOT_KEYS_INTERVAL_SECONDS = 5.0
 """Seconds between two looks at the hot keys, whose backlogs have to be counted."""
-_KEY = 200
+_KEY_BYTES_MAX = 200
 """Bytes of a hot key that are told."""
 
 
@@ -52,7 +52,7 @@ class TelemetrySender:
                     "enable.idempotence": False,
                     "acks": 1,
                     "linger.ms": 0,
-                    "message.timeout.ms": int(_GIVEN_UP * 1000),
+                    "message.timeout.ms": int(_RECORD_EXPIRES_SECONDS * 1000),
                     "queue.buffering.max.messages": 64,
                     "queue.buffering.max.kbytes": 16_384,
                 }
@@ -157,10 +157,10 @@ class TelemetryWriter:
         if figures.done != self._done:
             self._done, self._progressed = figures.done, now
         if time.monotonic() >= self._hot_after:
-            self._hot_after = time.monotonic() + _HOT_EVERY
+            self._hot_after = time.monotonic() + _HOT_KEYS_INTERVAL_SECONDS
             self._hot = tuple(
                 HotFigures(
-                    key=cut_bytes(hot.key, _KEY),
+                    key=cut_bytes(hot.key, _KEY_BYTES_MAX),
                     partition=hot.partition,
                     share=round(hot.share, 4),
                     waiting=hot.waiting,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keylane.spec import AppSpec
     from keylane.worker.session import WorkerSession
 
-_WAIT = 30.0
+_OPEN_TRANSACTION_SECONDS = 30.0
 """Seconds for which records behind an open transaction are waited for."""
 
 
@@ -55,7 +55,7 @@ def gather(
     try:
         ends = worker_session.cluster.ends(app.state, range(count))
         state.restore()
-        if not state.read_through({p: end - 1 for p, end in ends.items()}, _WAIT):
+        if not state.read_through({p: end - 1 for p, end in ends.items()}, _OPEN_TRANSACTION_SECONDS):
             raise BrokerError(
                 f"topic {app.state!r} could not be read to its end: a transaction in it is open. The versions of keys "
                 "that moved to other partitions are not known before it ends"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.task")
 
-_MOVED_AT_ONCE = 5000
+_MOVED_AT_ONCE_ENTITIES = 5000
 """Entities that are written down in one transaction where their keys are now."""
 
 
@@ -114,13 +114,13 @@ class VersionRecords(Contributor):
         store = self._worker_session.versions
         if self._moving is None or store is None:
             return None
-        found = store.moved(self._moving, _MOVED_AT_ONCE)
+        found = store.moved(self._moving, _MOVED_AT_ONCE_ENTITIES)
         for name, _ in found:
             mark = store.get(name)
             if mark is not None and mark.offset < 0 and store.home(name[1]) == name[0]:
                 # Else a message has set it since, and that is written; or it is not this task's to write.
                 batch.note(name[0], VERSION + name[1], mark.encode())
-        if len(found) == _MOVED_AT_ONCE:
+        if len(found) == _MOVED_AT_ONCE_ENTITIES:
             return found[-1][0]
         for partition, slots in self._slots.items():
             batch.note(partition, part_of(VERSIONS, slots), b"%d" % self._partitions)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from keylane.cli import dlq
 from keylane.cli.arguments import moment, place
-from keylane.cli.dlq_summary import MAX_CAUSES, OTHERS, DeadLetterFilter, DeadLetterSummary, normalised
+from keylane.cli.dlq_summary import CAUSES_MAX, OTHERS, DeadLetterFilter, DeadLetterSummary, normalised
 from keylane.cli.keys import key_argument, parse_key, printable, show_key
 from keylane.cli.main import app, main
 from keylane.dlq.record import DeadLetter, DeadLetterKind, ExpectedOrigin, UnreadableDeadLetter
@@ -289,9 +289,9 @@ def test_survey_tells_only_some_thousand_causes_apart() -> None:
     made = survey(*(letter(number, message="x" * number) for number in range(300)))
     assert len(made.groups()) == 300
     made = DeadLetterSummary(DeadLetterFilter(), {})
-    for number in range(MAX_CAUSES + 50):
+    for number in range(CAUSES_MAX + 50):
         made.add(letter(number, error=f"e{number}"))
-    assert made.letters == sum(group.count for group in made.groups()) == MAX_CAUSES + 50
+    assert made.letters == sum(group.count for group in made.groups()) == CAUSES_MAX + 50
     assert made.groups()[0].cause == OTHERS
     assert made.groups()[0].count == 50
 

@@ -229,8 +229,8 @@ def test_redrive_of_too_many_letters_is_whole_lane_or_refused(
     letters = [letter(n) for n in range(70_000)]
     whole = order_for("chat", only(chosen(letters)), [], whole=False)
     assert whole.letters is not None
-    assert len(whole.encode()) < choice_module.LIMIT
-    monkeypatch.setattr(choice_module, "LIMIT", 300_000)
+    assert len(whole.encode()) < choice_module.COMMAND_BYTES_MAX
+    monkeypatch.setattr(choice_module, "COMMAND_BYTES_MAX", 300_000)
     assert order_for("chat", only(chosen(letters)), [], whole=False).letters is None
     some = only(chosen(letters, range(60_000)))
     with pytest.raises(SettingsError, match=r"lane k1: 60,000 single dead letters are too many "
@@ -249,7 +249,7 @@ def test_redrive_of_too_many_letters_is_whole_lane_or_refused(
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> StateLog:
-    monkeypatch.setattr(redrive, "SILENCE", 0.1)
+    monkeypatch.setattr(redrive, "NO_ANSWER_SECONDS", 0.1)
     return StateLog(monkeypatch)
 
 
@@ -436,7 +436,7 @@ def test_no_wait_gives_the_orders_and_leaves(topic: Topic, log: StateLog) -> Non
 def test_an_order_that_nobody_answers_any_more_is_exit_code_1(
     topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keylane.state.admin._GRACE", 0.1)
+    monkeypatch.setattr("keylane.state.admin._ANSWER_GRACE_SECONDS", 0.1)
     topic.append(letter(0))
     with AdminClient(KafkaSettings("nowhere:1"), "chat") as operator:
         given = operator.command("redrive", partition=1, key=b"k1")
@@ -465,7 +465,7 @@ def test_ctrl_c_ends_the_waiting_only(topic: Topic, log: StateLog, monkeypatch: 
 
 
 def test_progress_is_told_now_and_then(topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redrive, "_EVERY", 0.05)
+    monkeypatch.setattr(redrive, "_LINE_INTERVAL_SECONDS", 0.05)
     topic += [letter(0), letter(1, b"k2")]
 
     def answer(command: Command) -> None:

@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[Steps, RunEnd]:
     monkeypatch.setattr(jvm, "is_alive", lambda _spark: True)
     monkeypatch.setattr(jvm, "await_idle", lambda _spark, _seconds: True)
     monkeypatch.setattr(Runner, "_session", lambda _self: SimpleNamespace())
-    monkeypatch.setattr("keylane.spark.supervisor.FIRST", 0.0)
+    monkeypatch.setattr("keylane.spark.supervisor.FIRST_WAIT_SECONDS", 0.0)
     lag = GroupLag(committed=0, end=0)
     progress = SimpleNamespace(begin=lambda: None, first=lag, end=lambda: lag)
     monkeypatch.setattr(module, "RunProgress", lambda *_given, **_more: progress)

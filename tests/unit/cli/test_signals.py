@@ -199,7 +199,7 @@ def test_the_works_own_error_comes_through() -> None:
 
 def test_what_keeps_the_process_does_not_keep_it_for_ever() -> None:
     script = (
-        "import threading, time\nfrom keylane.cli import signals\nsignals._LEAVE = 0.3\n"
+        "import threading, time\nfrom keylane.cli import signals\nsignals._EXIT_SECONDS_MAX = 0.3\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\nsignals.last_resort(7)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 7

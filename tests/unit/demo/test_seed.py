@@ -207,7 +207,7 @@ def test_a_setting_that_the_client_does_not_know_is_refused(bootstrap: str) -> N
 
 
 def test_seed_without_a_broker_fails_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BROKER_WAIT", 0.5)
+    monkeypatch.setattr(module, "BROKER_SECONDS_MAX", 0.5)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -195,7 +195,7 @@ def test_a_letter_that_is_refused_for_itself_stays_and_holds_up_no_other(spool: 
 def test_a_file_is_shipped_in_windows_and_removed_after_the_last_acknowledgement(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spooling, "WINDOW_LETTERS", 2)
+    monkeypatch.setattr(spooling, "WINDOW_RECORDS", 2)
     path = filled(spool, *range(5))
     pending: list[Future[None]] = []
     sending = threading.Semaphore(0)

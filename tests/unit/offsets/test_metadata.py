@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from keylane.offsets import metadata as progress_module
 from keylane.offsets.identity import TopicIdentity
-from keylane.offsets.metadata import LIMIT, Committed, decode, encode, judge, stamp
-from keylane.offsets.offset_set import SPAN, OffsetBlock, OffsetSet
+from keylane.offsets.metadata import METADATA_BYTES_MAX, Committed, decode, encode, judge, stamp
+from keylane.offsets.offset_set import BLOCK_OFFSETS, OffsetBlock, OffsetSet
 from keylane.offsets.watermark import PartitionProgress, Watermark
 
 RECORD = 900_000
@@ -23,10 +23,14 @@ RECORD = 900_000
 @st.composite
 def progresses(draw: st.DrawFn, most: int = 300) -> PartitionProgress:
     """Any progress there can be: dense, sparse, far apart, empty."""
-    watermark = draw(st.one_of(st.integers(0, 2**62), st.sampled_from([0, SPAN - 1, SPAN])))
+    watermark = draw(st.one_of(st.integers(0, 2**62), st.sampled_from([0, BLOCK_OFFSETS - 1, BLOCK_OFFSETS])))
     gaps = draw(
         st.lists(
-            st.one_of(st.integers(1, 4), st.integers(1, 10**7), st.sampled_from([SPAN - 1, SPAN, 2**40])),
+            st.one_of(
+                st.integers(1, 4),
+                st.integers(1, 10**7),
+                st.sampled_from([BLOCK_OFFSETS - 1, BLOCK_OFFSETS, 2**40]),
+            ),
             max_size=most,
         )
     )
@@ -102,12 +106,12 @@ def test_a_limit_is_kept_and_only_more_runs_again(progress: PartitionProgress, l
 @pytest.mark.parametrize("count", [3000, 30_000])
 def test_crowded_progress_is_cut_to_the_limit_and_uses_it(count: int, per: int) -> None:
     progress = crowded(count, per=per)
-    assert len(encode(progress)) > LIMIT / 4
-    text = encode(progress, LIMIT)
-    assert len(text) <= LIMIT
+    assert len(encode(progress)) > METADATA_BYTES_MAX / 4
+    text = encode(progress, METADATA_BYTES_MAX)
+    assert len(text) <= METADATA_BYTES_MAX
     restored = decode(0, text).progress
     assert_skips_nothing(restored, progress)
-    assert len(text) > 0.95 * LIMIT or restored == progress, "room is not wasted"
+    assert len(text) > 0.95 * METADATA_BYTES_MAX or restored == progress, "room is not wasted"
 
 
 def test_a_stuck_lane_with_a_million_done_behind_it_fits() -> None:
@@ -119,9 +123,9 @@ def test_a_stuck_lane_with_a_million_done_behind_it_fits() -> None:
 def scattered(offsets: int, per: int) -> PartitionProgress:
     """One in so many of these offsets, anywhere."""
     rng = random.Random(3)
-    kinds = [sorted({0, *rng.sample(range(SPAN), SPAN // per)}) for _ in range(8)]
-    blocks = [OffsetBlock.of(number, kinds[number % 8]) for number in range(offsets // SPAN)]
-    return PartitionProgress(watermark=0, position=len(blocks) * SPAN, pending=OffsetSet(blocks))
+    kinds = [sorted({0, *rng.sample(range(BLOCK_OFFSETS), BLOCK_OFFSETS // per)}) for _ in range(8)]
+    blocks = [OffsetBlock.of(number, kinds[number % 8]) for number in range(offsets // BLOCK_OFFSETS)]
+    return PartitionProgress(watermark=0, position=len(blocks) * BLOCK_OFFSETS, pending=OffsetSet(blocks))
 
 
 def test_metadata_of_a_million_pending_offsets_fits() -> None:
@@ -346,7 +350,7 @@ def test_what_is_written_is_never_more_than_may_be_read(monkeypatch: pytest.Monk
     progress = PartitionProgress(watermark=0, position=10**7, pending=OffsetSet.of(range(0, 10**7, 1000)))
     restored = decode(0, encode(progress))
     assert restored.problem is None
-    assert 10 * SPAN < restored.progress.position < progress.position
+    assert 10 * BLOCK_OFFSETS < restored.progress.position < progress.position
     assert_skips_nothing(restored.progress, progress)
 
 

@@ -13,7 +13,7 @@ from keylane.offsets import metadata as progress_module
 from keylane.offsets import offset_set as pending_module
 from keylane.offsets import watermark as watermark_module
 from keylane.offsets.metadata import decode, encode
-from keylane.offsets.offset_set import SPAN, OffsetBlock, OffsetSet
+from keylane.offsets.offset_set import BLOCK_OFFSETS, OffsetBlock, OffsetSet
 from keylane.offsets.watermark import PartitionProgress, Watermark
 
 FRESH = PartitionProgress(watermark=0, position=0)
@@ -130,14 +130,17 @@ class WatermarkAgainstSets(RuleBasedStateMachine):
 class StuckWatermarkAgainstSets(WatermarkAgainstSets):
     """The same when everything is soon taken for stuck, over the edges of blocks, over holes of any size."""
 
-    gaps = st.one_of(st.sampled_from([1, 1, 1, 2, SPAN - 1, SPAN, SPAN + 1, 2**40]), st.integers(1, 3 * SPAN))
-    firsts = st.sampled_from([0, SPAN - 2, SPAN - 1, SPAN, 2**40 - 1])
+    gaps = st.one_of(
+        st.sampled_from([1, 1, 1, 2, BLOCK_OFFSETS - 1, BLOCK_OFFSETS, BLOCK_OFFSETS + 1, 2**40]),
+        st.integers(1, 3 * BLOCK_OFFSETS),
+    )
+    firsts = st.sampled_from([0, BLOCK_OFFSETS - 2, BLOCK_OFFSETS - 1, BLOCK_OFFSETS, 2**40 - 1])
 
     def __init__(self) -> None:
         self.patches = [
-            mock.patch.object(watermark_module, "_RECENT_GROWTH_MIN", 2),
-            mock.patch.object(pending_module, "_SPARSE", 2),
-            mock.patch.object(progress_module, "_GAPS_MAX", 3),
+            mock.patch.object(watermark_module, "_RECENT_OFFSETS_MIN", 2),
+            mock.patch.object(pending_module, "_LIST_OFFSETS_MAX", 2),
+            mock.patch.object(progress_module, "_GAP_OFFSETS_MAX", 3),
         ]
         for patch in self.patches:
             patch.start()
@@ -220,7 +223,7 @@ def stick(mark: Watermark, count: int, every: int, *, start: int = 0) -> tuple[l
 def test_watermark_memory_is_bounded_behind_stuck_lanes(every: int) -> None:
     mark = Watermark(FRESH)
     stuck, end = stick(mark, 200_000 // every, every)
-    assert len(mark._recent) < 4 * watermark_module._RECENT_GROWTH_MIN
+    assert len(mark._recent) < 4 * watermark_module._RECENT_OFFSETS_MIN
     assert mark.pending == len(stuck)
     assert mark.progress() == PartitionProgress(watermark=0, position=end, pending=OffsetSet.of(stuck))
     left = set(stuck)
@@ -288,17 +291,17 @@ def test_watermark_restores_stuck_offsets() -> None:
 
 # Blocks and sets of them.
 
-SIZES = st.sampled_from([1, 2, 511, 512, 513, 700, SPAN - 1, SPAN])
+SIZES = st.sampled_from([1, 2, 511, 512, 513, 700, BLOCK_OFFSETS - 1, BLOCK_OFFSETS])
 
 
 @given(SIZES, st.integers(0, 9), st.integers())
 @settings(max_examples=40, deadline=None)
 def test_a_block_holds_what_a_set_holds(size: int, number: int, seed: int) -> None:
     rng = random.Random(seed)
-    base = number * SPAN
-    model = set(rng.sample(range(base, base + SPAN), size))
+    base = number * BLOCK_OFFSETS
+    model = set(rng.sample(range(base, base + BLOCK_OFFSETS), size))
     block = OffsetBlock.of(number, sorted(model))
-    for offset in (*rng.sample(sorted(model), min(size, 5)), base, base + SPAN - 1):
+    for offset in (*rng.sample(sorted(model), min(size, 5)), base, base + BLOCK_OFFSETS - 1):
         assert block.holds(offset - base) == (offset in model)
     gone = {*rng.sample(sorted(model), rng.choice([0, size // 2, size - 1])), *range(base, base + 9)}
     smaller = block.without([*gone, *gone])
@@ -311,16 +314,21 @@ def test_a_block_holds_what_a_set_holds(size: int, number: int, seed: int) -> No
             same = OffsetBlock.of(number, sorted(held))
             assert one == same
             assert hash(one) == hash(same)
-            assert (one.bits is None) == (same.bits is None) == (one.count <= pending_module._SPARSE)
+            assert (
+                (one.bits is None) == (same.bits is None) == (one.count <= pending_module._LIST_OFFSETS_MAX)
+            )
     if smaller is not None:
         assert smaller.plus(sorted(gone & model)) == block
 
 
 @given(
     st.sets(
-        st.one_of(st.integers(0, 40), st.integers(SPAN - 3, SPAN + 3), st.integers(0, 2**62)), max_size=60
+        st.one_of(
+            st.integers(0, 40), st.integers(BLOCK_OFFSETS - 3, BLOCK_OFFSETS + 3), st.integers(0, 2**62)
+        ),
+        max_size=60,
     ),
-    st.one_of(st.integers(0, 50), st.integers(SPAN - 4, SPAN + 4), st.integers(0, 2**62)),
+    st.one_of(st.integers(0, 50), st.integers(BLOCK_OFFSETS - 4, BLOCK_OFFSETS + 4), st.integers(0, 2**62)),
 )
 @example(set(range(0, 10_000, 3)), 5000)
 @example(set(range(1000)), 1000)

@@ -8,7 +8,7 @@ import pytest
 
 from keylane.errors import BrokerError, FailureGuardError, SettingsError, TakenOverError
 from keylane.spark.failure_report import QueryFailureKind
-from keylane.spark.supervisor import HEALTHY, supervise
+from keylane.spark.supervisor import HEALTHY_AFTER_SECONDS, supervise
 
 if TYPE_CHECKING:
     from keylane.spark.failure_report import QueryFailure
@@ -84,7 +84,7 @@ def test_the_wait_doubles_from_one_second_to_thirty() -> None:
 
 def test_a_healthy_minute_brings_the_wait_back_to_one_second() -> None:
     error = BrokerError("no answer")
-    lives = [1, 1, 1, HEALTHY, 1, HEALTHY - 1, 1]
+    lives = [1, 1, 1, HEALTHY_AFTER_SECONDS, 1, HEALTHY_AFTER_SECONDS - 1, 1]
     world = World(*((life, error) for life in lives[:-1]), (1, None))
     assert world.run() is None
     assert gaps(world, lives) == [1, 2, 4, 1, 2, 4]
@@ -92,7 +92,7 @@ def test_a_healthy_minute_brings_the_wait_back_to_one_second() -> None:
 
 
 def test_supervisor_counts_a_late_jvm_death_as_a_new_failure() -> None:
-    lives = [1, 1, HEALTHY, 1]
+    lives = [1, 1, HEALTHY_AFTER_SECONDS, 1]
     world = World(*((life, ConnectionRefusedError(111)) for life in lives[:-1]), (1, None))
     assert world.run() is None
     assert gaps(world, lives) == [1, 2, 1]
@@ -107,7 +107,9 @@ def test_a_night_of_failures_is_survived() -> None:
 
 def test_supervisor_retries_a_failed_start() -> None:
     error = BrokerError("no answer")
-    world = World((1, error), (-2 * HEALTHY, error), (-2 * HEALTHY, error), (3, None))
+    world = World(
+        (1, error), (-2 * HEALTHY_AFTER_SECONDS, error), (-2 * HEALTHY_AFTER_SECONDS, error), (3, None)
+    )
     assert world.run() is None
     assert ["in 1 s" in world.said[0], "in 2 s" in world.said[1], "in 4 s" in world.said[2]] == [True] * 3
 

@@ -76,10 +76,10 @@ def test_every_order_has_a_record_of_its_own() -> None:
     names = {made.name for made in [*given, *map(cancel_command, given)]}
     assert len(names) == 32
     assert {name.rpartition(b"/")[0] for name in names} == {
-        b"order/message",
-        b"order/letters",
-        b"order/reset",
-        b"order/cancel",
+        b"command/message",
+        b"command/letters",
+        b"command/reset",
+        b"command/cancel",
     }
 
 
@@ -93,18 +93,18 @@ def _order(**more: Any) -> bytes:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        (b"order/message/a1", b"junk"),
-        (b"order/message/a1", b"[]"),
-        (b"order/message/a1", _order(do="dance")),
-        (b"order/message/a1", _order(at="left out")),
-        (b"order/message/a1", _order(at="noon")),
-        (b"order/message/a1", _order(offset=None)),
-        (b"order/message/a1", _order(offset=-1)),
-        (b"order/message/a1", _order(key="no hex")),
-        (b"order/letters/a1", _order(do="redrive", letters=["x"])),
-        (b"order/message/a2", _order()),
-        (b"order/letters/a1", _order()),
-        (b"order/other", _order()),
+        (b"command/message/a1", b"junk"),
+        (b"command/message/a1", b"[]"),
+        (b"command/message/a1", _order(do="dance")),
+        (b"command/message/a1", _order(at="left out")),
+        (b"command/message/a1", _order(at="noon")),
+        (b"command/message/a1", _order(offset=None)),
+        (b"command/message/a1", _order(offset=-1)),
+        (b"command/message/a1", _order(key="no hex")),
+        (b"command/letters/a1", _order(do="redrive", letters=["x"])),
+        (b"command/message/a2", _order()),
+        (b"command/letters/a1", _order()),
+        (b"command/other", _order()),
     ],
 )
 def test_what_is_no_order_is_refused(name: bytes, value: bytes) -> None:
@@ -275,7 +275,7 @@ def test_an_app_that_has_given_a_sign_is_waited_for(sign: str, log: StateLog) ->
 
 
 def test_an_order_that_nobody_will_answer_is_given_up(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_module, "_GRACE", 0.1)
+    monkeypatch.setattr(operator_module, "_ANSWER_GRACE_SECONDS", 0.1)
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("release", partition=0, key=b"k", offset=7)
         assert operator.standing() == [given]
@@ -325,7 +325,7 @@ def audits(*given: float) -> list[tuple[bytes, bytes]]:
 
 
 def test_audit_of_old_orders_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders_module, "AUDITED_ORDERS", 2)
+    monkeypatch.setattr(orders_module, "AUDITED_COMMANDS", 2)
     now = 1e6
     old, young = now - 2 * orders_module.AUDITED_SECONDS, now - 60
     assert outdated(audits(old, old), (), now) == []

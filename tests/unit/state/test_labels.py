@@ -32,17 +32,17 @@ OF_SOURCE = [
     b"load",
     b"load/0-63",
     b"rest",
-    b"order/message/a1",
+    b"command/message/a1",
 ]
-OF_DLQ = [b"redriven", b"redriven/0-63", b"order/letters/a1"]
+OF_DLQ = [b"redriven", b"redriven/0-63", b"command/letters/a1"]
 OF_APP = [
     b"run",
     b"plan",
     b"owner/x",
-    b"order/plan",
-    b"order/cancel/a1",
-    b"order/stop",
-    b"order/flood",
+    b"command/plan",
+    b"command/cancel/a1",
+    b"command/stop",
+    b"command/flood",
     b"audit/x",
     b"audit/x/done",
 ]

@@ -92,7 +92,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _every_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 0.0)
+    monkeypatch.setattr(module, "_REVIEW_INTERVAL_SECONDS", 0.0)
 
 
 CALM, MANY = 0, BUSY_LOOP_LANES + 1
