@@ -104,9 +104,9 @@ class App:
     ``version`` is the app's own, written into dead letters. ``spool`` is the folder for dead letters that their topic
     does not take (``$KEYLANE_SPOOL``, or one in the user's state folder, if not given).
 
-    ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may stand there twice, with
+    ``delivery`` says what a crash leaves in the sink: with ``"at_least_once"`` a result may be there twice. With
     ``"exactly_once"`` results, dead letters, lanes and progress are written in one transaction every
-    ``commit_interval``, and who reads the sink ``read_committed`` finds each result once.
+    ``commit_interval``, and a ``read_committed`` reader of the sink sees each result once.
 
     ``commit`` says when progress moves: ``"live"`` while messages are done, or ``"epoch"`` when Spark has committed the
     epoch. The latter is for results that go to a Spark sink (Parquet, Delta): without ``sink=``, what the last stage
@@ -124,7 +124,7 @@ class App:
     ``keylane verify``; in the transaction that commits the progress.
 
     ``telemetry`` writes a small record per task and second to ``<name>.telemetry``, for ``keylane lag`` and ``keylane
-    metrics``; whatever becomes of it, the work goes on (False: none).
+    metrics``; problems with it never affect the work (False: none).
 
     Raises :class:`SettingsError` for settings that cannot work.
     """
@@ -261,8 +261,8 @@ class App:
 
         It takes ``list[Message]``, a list of payloads, or a ``pyarrow.Table``, as its first parameter is annotated, and
         returns a list (or an Arrow array) with one result for each, in order. An exception in the list is the failure
-        of that message alone; one that is raised is that of all, and each takes its own course. What is no list, or
-        not as long, is poison for all of them.
+        of that message alone; one that is raised is that of all, and each is retried or given up on its own. Anything
+        else than a list of the same length is poison for all of them.
 
         A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most, unless all
         of ``max_concurrency`` batches are running: then it grows. Other options as for :meth:`stage`; ``timeout`` is
@@ -286,8 +286,8 @@ class App:
         """Declare a handler for events of these types, instead of stages. Options as for :meth:`stage`.
 
         All types share the one order of their lane. Several handlers of one type run in the order they are declared;
-        each is retried on its own, and those before it do not run again for it, unless the task ended in between. Each
-        is given the message itself, not what the one before returned.
+        each is retried on its own, and earlier handlers are not repeated for it, unless the task ended in the
+        meantime. Each is given the message itself, not what the one before returned.
 
         What a handler returns, unless None, is a result. The results of a message are written together when all its
         handlers have run: of a message that fails for good there are none.
@@ -362,7 +362,7 @@ class App:
             if (known.types is None) != (types is None):
                 raise SettingsError(
                     f"{where}: app {self.name!r} has {known.name!r} already; an app has either stages (@app.stage), "
-                    "which every message runs through, or handlers (@app.on), of which it runs those of its type"
+                    "which every message passes, or handlers (@app.on), of which it runs those of its type"
                 )
             if types == () == known.types:
                 raise SettingsError(f"{where}: {known.name!r} is the handler of all other types already")

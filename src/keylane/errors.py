@@ -42,7 +42,7 @@ class DeliveryError(BrokerError):
 
 
 class DataLossError(KeylaneError):
-    """Messages that were to be read are no longer in their topic; says which, and how to go on without them."""
+    """Messages to be read are no longer in their topic; says which, and how to continue without them."""
 
 
 class AbortedError(BrokerError):
@@ -73,7 +73,7 @@ class SourceChangedError(KeylaneError):
 
 
 class TakenOverError(KeylaneError):
-    """Another run of the app has taken over; this one ends and must not be started again by itself."""
+    """Another run of the app has taken over; this one ends and must not be restarted automatically."""
 
 
 class Transient(Exception):  # noqa: N818 - named for what a handler says, not for the class of thing it is

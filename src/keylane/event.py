@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     MoreHeaders = Iterable[tuple[str, str | bytes | None]] | Mapping[str, str | bytes | None]
 
 BY_FUNCTION: Any = object()
-"""Stands for a key that was left out, where None means that there is none."""
+"""Marks a key that was not given; None means a message without a key."""
 KeyLike = str | bytes | int | UUID
 _OWN = {EVENT_ID: "event_id", EVENT_TYPE: "type", EVENT_VERSION: "version"}
 

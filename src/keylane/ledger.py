@@ -1,17 +1,17 @@
-"""The ledger: one record per attempt, so that what an app promises can be proved of what it did.
+"""The ledger: one record per attempt, so that an app's promises can be checked against what it did.
 
-A record is the line of JSON below; its key is the message's. Together with it stands, in Kafka's own partition of the
-ledger, everything else of the same lane.
+A record is a line of the JSON below; its key is the message's. All records of a lane are in the same partition of the
+ledger.
 
 ====== ==========================================================================================================
 ``t``  the source; ``p`` the message's partition there, ``o`` its offset
-``a``  the number of the attempt, over all stages; 0 when it was done without one: skipped, parked, a duplicate
-``w``  who ran it: host, process and task; ``l`` which life of that: an owner that begins again has another
-``s``  when it started, ``e`` when it ended: microseconds since 1970 by the owner's clock, which is never set back
+``a``  the number of the attempt, over all stages; 0 if it was done without one: skipped, parked, a duplicate
+``w``  who ran it: host, process and task; ``l``: a number that changes when this owner begins again
+``s``  when it started, ``e`` when it ended: microseconds since 1970 by the owner's clock, which never goes back
 ``r``  how it ended: ``ok``, ``ignored``, ``dead``, ``skipped``, ``parked``, ``duplicate``, ``stale``: finished;
        ``retry``, ``held``: not yet
-``d``  1 when it came from the dead letters; left out otherwise
-``m``  the share of the keys that is recorded, when that is not all
+``d``  1 if it came from the dead letters; left out otherwise
+``m``  the share of the keys that is recorded, if it is not all
 ====== ==========================================================================================================
 """
 
@@ -26,15 +26,15 @@ from keylane.errors import SettingsError
 from keylane.outcome import Outcome
 
 FINAL = tuple(outcome.value for outcome in Outcome)
-"""After one of these the message is finished and its lane may go on."""
+"""After one of these the message is finished and its lane may continue."""
 _PARTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """That an app keeps a ledger. ``share`` of its keys are recorded, with all their messages; keyless ones likewise.
+    """Makes an app keep a ledger of a ``share`` of its keys, each with all its messages; keyless messages likewise.
 
-    Raises :class:`SettingsError` for a share that is none.
+    Raises :class:`SettingsError` for an invalid share.
     """
 
     share: float = 1.0
@@ -45,16 +45,16 @@ class Ledger:
 
     @property
     def below(self) -> int:
-        """What :func:`slot` has to be below."""
+        """The value that :func:`slot` must be below."""
         return round(self.share * _PARTS)
 
     def records(self, key: bytes | None, offset: int) -> bool:
-        """Whether this message is among those recorded."""
+        """True if this message is recorded."""
         return self.share == 1 or slot(key, offset) < self.below
 
 
 def slot(key: bytes | None, offset: int) -> int:
-    """Where a key falls, as :data:`SLOT_SQL` has it; a message without one by its offset."""
+    """The slot of a key, as computed by :data:`SLOT_SQL`; of a message without a key, by its offset."""
     return zlib.crc32(str(offset).encode() if key is None else key) % _PARTS
 
 

@@ -1,9 +1,9 @@
-"""Logs: one line for every event that matters, with its key and offset; repeated ones now and then; no secrets.
+"""Logs: one line per important event, with its key and offset; repeated lines are limited; no secrets.
 
-A line may quote a message, or an error that does. So its values, itself and its traceback are bounded, and nothing in
-them moves a terminal's cursor or looks like another line.
+A line may quote a message, or an error that quotes one. So its values, its length and its traceback are bounded, and
+nothing in them moves a terminal's cursor or looks like another line.
 
-Apps and Spark may have logging of their own: what is set up here is used only where there is none.
+Apps and Spark may set up logging themselves: the set-up here is used only if there is none.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 Format = Literal["text", "json"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FIELDS = ("key", "partition", "offset", "stage", "attempts", "error", "stop")
-"""What a line may have beside its text, as ``extra`` of the call."""
+"""Fields that a line may have besides its text, as ``extra`` of the call."""
 BURST_LINES_MAX = 10
-"""Lines of one kind that are said within :data:`BURST_WINDOW_SECONDS` seconds; the others are counted."""
+"""Lines of one kind printed within :data:`BURST_WINDOW_SECONDS`; further ones are counted."""
 BURST_WINDOW_SECONDS = 10.0
 BYTES_SHOWN = 200
 """Bytes of a key, or of any other bytes, that a line shows."""
 VALUE_CHARACTERS_MAX = 2500
 """Characters of any other value: an error's text has 2,000."""
 LINE_CHARACTERS_MAX = 8000
-"""Characters of a line, before those are escaped that cannot be printed."""
+"""Characters of a line, before unprintable ones are escaped."""
 TRACEBACK_CHARACTERS_MAX = 32_000
 """Characters of a traceback."""
 _KINDS_REMEMBERED = 1000
-"""Kinds of lines that are remembered."""
+"""Kinds of lines that are tracked."""
 
 
 def where(message: Message, **more: Any) -> dict[str, Any]:
-    """For ``extra``: which message a line is about."""
+    """The message that a line is about, for ``extra``."""
     key = message.key
     return {
         "key": None if key is None else cut_bytes(key, BYTES_SHOWN),
@@ -55,7 +55,7 @@ def where(message: Message, **more: Any) -> dict[str, Any]:
 
 
 def set_up(level: int, form: str = "text", stream: TextIO | None = None) -> None:
-    """Log to the standard error, unless somebody has set up logging already."""
+    """Log to standard error, unless logging has been set up already."""
     root = logging.getLogger()
     if root.handlers:
         return
@@ -66,7 +66,7 @@ def set_up(level: int, form: str = "text", stream: TextIO | None = None) -> None
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The line's text, of bounded length, whatever its values are; without secrets."""
+    """The line's text, of bounded length whatever its values are, without secrets."""
     given = record.args
     if isinstance(given, tuple):
         given = tuple(map(short, given))
@@ -76,7 +76,7 @@ def _message(record: logging.LogRecord) -> str:
     if given:
         try:
             text = text % given
-        except Exception:  # it is a line all the same
+        except Exception:  # the line is printed in any case
             text = f"{text} {given!r}"
     return redact(cut(text, LINE_CHARACTERS_MAX))
 
@@ -91,7 +91,7 @@ def short(value: object) -> object:
         return value
     try:
         text = str(value)
-    except Exception:  # of whoever made it
+    except Exception:  # a value's own __repr__
         return _Cut(f"<a {type(value).__name__} without a text>")
     return value if len(text) <= VALUE_CHARACTERS_MAX else _Cut(cut(text, VALUE_CHARACTERS_MAX))
 
@@ -112,7 +112,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Without secrets, and without anything that a terminal obeys."""
+        """Format without secrets, and without terminal control characters."""
         record.message = printable(_message(record))
         record.asctime = self.formatTime(record)
         parts = [self.formatMessage(record)]
@@ -131,7 +131,7 @@ class TextFormatter(logging.Formatter):
 
 
 def as_json(level: str, logger: str, message: str, at: float | None = None) -> dict[str, Any]:
-    """What every line has."""
+    """The fields that every line has."""
     return {
         "at": datetime.fromtimestamp(time.time() if at is None else at, UTC).isoformat(
             timespec="milliseconds"
@@ -163,9 +163,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Says the first lines of a kind, and how many more there were when :data:`BURST_WINDOW_SECONDS` seconds are over.
+    """Prints the first lines of a kind, and the number of the others when :data:`BURST_WINDOW_SECONDS` are over.
 
-    A kind is a logger and the text of the call, before its values are put in. Errors with tracebacks are lines too.
+    A kind is a logger and the text of the call, before its values are filled in. This limits errors with tracebacks
+    too.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -196,14 +197,14 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             kind.timer.start()
 
     def sum_up(self) -> None:
-        """Say now what was left out so far."""
+        """Print the numbers of lines left out so far."""
         with self.lock or threading.RLock():
             for kind in self._kinds.values():
                 self._sum_up(kind)
             self._kinds.clear()
 
     def close(self) -> None:
-        """Nothing is left out without a word."""
+        """Print the numbers of lines left out, and close."""
         self.sum_up()
         super().close()
 

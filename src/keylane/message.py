@@ -1,4 +1,4 @@
-"""The message a stage is given."""
+"""The message that a stage gets."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
 
 
 class Record(Protocol):
-    """What a log hands out: the shape of confluent-kafka's ``Message``, which the in-memory log shares."""
+    """A record of a log, in the shape of confluent-kafka's ``Message``, which the in-memory log shares."""
 
     def topic(self) -> str:
-        """The topic it lies in."""
+        """The topic it is in."""
 
     def partition(self) -> int:
-        """The partition it lies in."""
+        """The partition it is in."""
 
     def offset(self) -> int:
-        """Its place there."""
+        """Its offset in the partition."""
 
     def key(self) -> bytes | None:
         """The key, None for a keyless record."""
@@ -72,9 +72,9 @@ class Message(Generic[V]):
 
     ``Message[Order]`` says to type checkers that ``value`` is an ``Order``; nothing is checked at run time.
 
-    ``value`` is what the stage before returned; for the first stage what the app's ``decode`` made of the bytes, or the
-    bytes themselves. ``attempt`` counts how often this stage was tried with this message, from 1.
-    Everything else is as it was in the source topic and is read only when asked for.
+    ``value`` is what the stage before returned; for the first stage it is the output of the app's ``decode``, or the
+    bytes themselves. ``attempt`` counts the attempts of this stage at this message, from 1. Everything else is as it
+    was in the source topic and is read only on access.
     """
 
     __slots__ = ("_headers", "_record", "attempt", "key", "offset", "partition", "value")
@@ -95,7 +95,7 @@ class Message(Generic[V]):
 
     @property
     def headers(self) -> Headers:
-        """Names and values in their order; a name may stand there more than once, a value may be None.
+        """Names and values in their order; a name may occur more than once, a value may be None.
 
         Raises UnicodeDecodeError when a header's *name* is not UTF-8: the client library cannot represent it. Such a
         message becomes a dead letter at the latest when its result is written.
@@ -113,7 +113,7 @@ class Message(Generic[V]):
 
     @property
     def origin_time(self) -> int | None:
-        """Milliseconds since 1970: when the first message of a chain of apps was written, of which this one came.
+        """Milliseconds since 1970: when the first message of the chain of apps that led to this one was written.
 
         The header ``origin-time``, or the message's own timestamp, which results take over from their message.
         """
@@ -122,9 +122,9 @@ class Message(Generic[V]):
 
     @property
     def trace(self) -> dict[str, str]:
-        """The headers ``traceparent`` and ``tracestate`` of W3C, for calls to others; empty when there is no trace."""
+        """The headers ``traceparent`` and ``tracestate`` of W3C, for calls to other services; empty without a trace."""
         parents = [value for name, value in self.headers if name == TRACE_PARENT and value is not None]
-        if len(parents) != 1:  # several are as good as none
+        if len(parents) != 1:  # several are as useless as none
             return {}
         found = {TRACE_PARENT: parents[0].decode("ascii", "replace")}
         states = [value for name, value in self.headers if name == TRACE_STATE and value]
@@ -144,7 +144,7 @@ class Message(Generic[V]):
 
     @property
     def version(self) -> int | None:
-        """The header ``event-version`` as a number. Raises ValueError when it is there and is no number."""
+        """The header ``event-version`` as a number. Raises ValueError if it is not a number."""
         found = self.header(EVENT_VERSION)
         return None if found is None else int(found)
 
@@ -165,7 +165,7 @@ class Message(Generic[V]):
         return str(blake3(len(key).to_bytes(4, "little") + key + self.event_id.encode()).hexdigest(length=16))
 
     def header(self, name: str) -> str | None:
-        r"""The last header of this name as text, or None. Bytes that are no UTF-8 become ``\xNN``: ids stay apart."""
+        r"""The last header of this name as text, or None. Invalid UTF-8 becomes ``\xNN``, so ids stay different."""
         value = last(self.headers, name)
         return None if value is None else value.decode("utf-8", "backslashreplace")
 

@@ -1,7 +1,7 @@
-"""The publisher: a small producer for whoever writes to the topics that apps read.
+"""A producer for programs that write to the topics that apps read.
 
-Everything that Keylane promises about order rests on its writers: one key is in one partition, in the order in which it
-was sent. A publisher keeps to that, gives every event its id, and loses nothing without a word.
+Keylane's order rests on the writers: one key is in one partition, in the order in which it was sent. A publisher keeps
+that order, gives every event its id, and reports everything that was not delivered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FULL_SLEEP_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Where a message went. All replicas have it."""
+    """Position of a delivered message. All replicas have it."""
 
     event_id: str
     partition: int
@@ -71,11 +71,11 @@ class Publisher:
     included. None is a null value: a tombstone in a compacted topic.
 
     :meth:`send` hands a message over and returns; :meth:`deliver`, in asyncio, waits until all replicas have it. Both
-    may be called from any thread. Messages are sent once also when a broker fails in between (an idempotent producer).
-    One that cannot be delivered within ``timeout`` seconds, or that the broker refuses, is an error that the next call
-    raises, and :meth:`flush` and :meth:`close` in any case: a :class:`DeliveryError` with everything that was not
-    delivered. From then on nothing more is taken, and what had not left yet is called back: it must not stand before
-    the one that failed when that is sent again.
+    may be called from any thread. Each message is written once, even if a broker fails (an idempotent producer).
+    A message that cannot be delivered within ``timeout`` seconds, or that the broker refuses, is reported by the next
+    call, and in any case by :meth:`flush` and :meth:`close`, as a :class:`DeliveryError` with everything that was not
+    delivered. From then on the publisher refuses messages, and those still in its queue are withdrawn: they must not be
+    written before the failed message is sent again.
 
     ``bootstrap`` is the broker's address, or the environment's ``KEYLANE_BOOTSTRAP``. Options that begin with
     ``kafka.`` go to the client: ``Publisher("orders", **{"kafka.security.protocol": "SSL"})``.
@@ -104,19 +104,19 @@ class Publisher:
         for name, function in (("key", key), ("event_id", event_id), ("encode", encode)):
             if function is not None and not callable(function):
                 raise SettingsError(
-                    f"Publisher({topic!r}): {name}={function!r} is no function, which would be given the value"
+                    f"Publisher({topic!r}): {name} must be a function of the value, got {function!r}"
                     + (f". For one message: send(value, {name}=…)" if name != "encode" else "")
                 )
         if timeout.__class__ not in (int, float) or not 0 < timeout <= 86_400:
             raise SettingsError(
-                f"Publisher({topic!r}): timeout={timeout!r}: needs seconds, more than 0, up to a day"
+                f"Publisher({topic!r}): timeout must be more than 0 and at most 86400 seconds, got {timeout!r}"
             )
         self.topic = topic
         settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
         cluster.partitions(topic)
         batch_limit = cluster.rules([topic])[topic].limit
-        # Unless it may not ask about the topic it writes to: then the broker decides.
+        # Unless it may not describe the topic: then the broker decides.
         limit = batch_limit - RECORD_OVERHEAD_BYTES if batch_limit else 1 << 31
         self._form = Form(
             topic=topic,
@@ -138,7 +138,7 @@ class Publisher:
             batch_limit=batch_limit, **{"message.timeout.ms": int(timeout * 1000)}, **room
         )
         self._pid = os.getpid()
-        # Over what follows, and over the order in which messages are handed over.
+        # Guards the fields below, and the order in which messages are handed over.
         self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)
         self._open = 0
@@ -161,11 +161,11 @@ class Publisher:
         headers: MoreHeaders = (),
         timestamp: int | None = None,
     ) -> str:
-        """Hand a message over; returns its event id. Waits only when 100,000 messages or 256 MiB are on their way.
+        """Hand a message over; returns its event id. Waits only while 100,000 messages or 256 MiB are in flight.
 
         ``headers`` come behind the event's own; ``timestamp`` is in milliseconds since 1970, now if not given.
 
-        Raises TypeError or ValueError for what cannot be sent: nothing is sent then, and the publisher goes on. Raises
+        Raises TypeError or ValueError for a message that cannot be sent: the publisher stays usable. Raises
         :class:`DeliveryError` when an earlier message was not delivered.
         """
         event = self._form.event(value, key, event_id, type, version, headers, timestamp)
@@ -193,7 +193,7 @@ class Publisher:
         answer: asyncio.Future[Delivered] = loop.create_future()
 
         def told(report: Delivered | DeliveryError) -> None:
-            if answer.done():  # nobody waits any more
+            if answer.done():  # the caller was cancelled
                 return
             if isinstance(report, DeliveryError):
                 answer.set_exception(report)
@@ -203,18 +203,18 @@ class Publisher:
         def then(report: Delivered | DeliveryError) -> None:
             try:
                 loop.call_soon_threadsafe(told, report)
-            except RuntimeError:  # the loop has ended; what was not delivered is raised by close()
+            except RuntimeError:  # the loop has ended; close() raises what was not delivered
                 return
 
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
-        async with self._turn[1]:  # first come, first served: nobody overtakes who waits for room
+        async with self._turn[1]:  # first come, first served: no call overtakes one that waits for room
             while not self._hand_over(event, then):  # noqa: ASYNC110 - the client does not say when there is room
                 await asyncio.sleep(_FULL_SLEEP_SECONDS)
         return await answer
 
     def flush(self) -> None:
-        """Wait until everything sent so far is delivered, or is known not to be; at most ``timeout`` seconds or so.
+        """Wait until everything sent so far is delivered or has failed; about ``timeout`` seconds at most.
 
         Raises :class:`DeliveryError` with everything that was not delivered since the publisher was made.
         """
@@ -226,11 +226,11 @@ class Publisher:
             raise self._error(undelivered)
 
     async def drain(self) -> None:
-        """:meth:`flush` without blocking the loop."""
+        """Like :meth:`flush`, without blocking the loop."""
         await asyncio.to_thread(self.flush)
 
     def close(self) -> None:
-        """Flush, and let go of the client; raises as :meth:`flush` does. A second time it does nothing."""
+        """Flush, and close the client; raises as :meth:`flush` does. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -252,7 +252,7 @@ class Publisher:
         except DeliveryError as undelivered:
             if error is None:
                 raise
-            # The block's own error counts, but nothing goes without a word.
+            # The block's own error is raised; the delivery error is logged.
             told = error.undelivered if isinstance(error, DeliveryError) else ()
             if len(undelivered.undelivered) > len(told):
                 log.error("%s", undelivered)  # noqa: TRY400 - where it was raised tells nothing
@@ -265,10 +265,10 @@ class Publisher:
     ) -> None:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
-    # Handing over, and what comes of it.
+    # Sending and delivery reports.
 
     def _hand_over(self, event: Event, then: Then | None) -> bool:
-        """Whether there was room. Raises when nothing more may be sent."""
+        """Hand a message to the client; False if it has no room. Raises when nothing more may be sent."""
         self._mine()
         # Its stub asks for headers of a wider type, which lists are not.
         produce: Any = self._producer.produce
@@ -316,7 +316,7 @@ class Publisher:
             handed.then(report)
 
     def _serve(self) -> None:
-        """The client's reports; and when a message failed, those behind it are called back."""
+        """Serve delivery reports; when a message has failed, withdraw those behind it."""
         called_back = False
         while not self._ending.is_set():
             self._producer.poll(_POLL_SECONDS)
@@ -329,8 +329,8 @@ class Publisher:
         many = f"{len(undelivered):,} messages were" if len(undelivered) > 1 else "a message was"
         return DeliveryError(
             f"{many} not delivered to topic {self.topic!r}: {first.why} (the first: event {first.event_id}, "
-            f"key {first.key!r}). This publisher takes no more; when the cause is mended, send them again, in the "
-            "order of 'undelivered' and with their event ids, through a new one",
+            f"key {first.key!r}). This publisher takes no more messages. When the cause is fixed, send these again in "
+            "the order of 'undelivered' and with their event ids, through a new publisher",
             undelivered,
         )
 
@@ -342,7 +342,7 @@ class Publisher:
             )
 
     def _left_open(self) -> None:
-        """The process ends, and nobody has closed it."""
+        """Close a publisher that was still open when the process ends."""
         if os.getpid() != self._pid:
             return
         log.warning(

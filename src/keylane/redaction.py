@@ -1,9 +1,9 @@
-r"""Secrets are not printed: not in logs, not in errors, not in JSON.
+r"""Removes secrets from text: from logs, errors and JSON.
 
-One pass over the text, in time that grows with its length and no faster: every part of it is looked at a fixed number
-of times, whatever it holds. A line may quote a message that anybody wrote.
+One pass over the text, in linear time: every part of it is inspected a fixed number of times, whatever it contains. A
+line may quote a message that anybody wrote.
 
-What is hidden is rather too much than too little. The value of a secret ends
+When in doubt it hides more rather than less. The value of a secret ends
 
 * where its quotes do, if it is quoted, or where those of the whole ``'name=value'`` do. Quotes inside that are escaped
   (``\"``, also in JSON inside JSON) do not end it;
@@ -21,14 +21,14 @@ _NAMES = re.compile(
     r"pass(?:word|wd|phrase|code)|pwd|secret|credential|jaas|(?:api|access|private)[-_.]?key|keystore\.key|key\.pem"
     r"|token(?!s|i)|authorization|cookie"
 )
-"""Of lower-case text. What follows in the same word may be anything, but see :data:`_HEADERS`."""
+"""Matches lower-case text. Any characters may follow in the same word, except for :data:`_HEADERS`."""
 _HEADERS = ("authorization", "cookie")
-"""A word that goes on behind these is another one: ``TopicAuthorizationException``."""
+"""A longer word with these in it is something else: ``TopicAuthorizationException``."""
 _CORES = ("pass", "pwd", "secret", "credential", "jaas", "key", "token", "authorization", "cookie")
-"""One of them is in every name: most texts have none, and are not looked at any further."""
+"""Every secret's name contains one of these. Most texts contain none and are not searched further."""
 _WHOLE_LINE = ("jaas", *_HEADERS)
 
-# Quantifiers without a bound are possessive, or cannot match what follows them: nothing is tried twice.
+# Unbounded quantifiers are possessive, or cannot match what follows them, so there is no backtracking.
 _SETTING = re.compile(
     rf"""(?P<word>{_NAMES.pattern})(?P<rest>[\w.-]*+)
          (?P<between>(?P<quote>\\*+["'])?+[\])]?+\s*+(?:=>|:=|==?|:)\s*+)?+""",
@@ -41,7 +41,7 @@ _QUOTE = re.compile(r"""(?<!\\)(\\*+)(["'])""")
 _QUOTE_BACKWARDS = re.compile(r"""(["'])(\\*+)""")
 _OPENS = re.compile(r"""(?:[bB][rR]?|[rR][bB]?|[uUfF])?(\\*+)(["'])""")
 _TAIL = re.compile(r"""[^\s"',;)\]}\\]\S*+|""")
-"""What goes on behind a closing quote or bracket without a break: ``"a"b``."""
+"""Text directly behind a closing quote or bracket: ``"a"b``."""
 _BRACKET = re.compile(r"[\w.]{0,64}[(\[{]")
 _INSIDE = re.compile(r"""([(\[{])|([)\]}])|(?<!\\)(\\*+)(["'])""")
 _PLAIN = re.compile(r"\S++")
@@ -49,7 +49,7 @@ _LINE = re.compile(r"[^\n]*+")
 _QUOTES = ("'", '"', "\\")
 _CLOSES = "\"'\\,;)]}"
 _LOOK_BACK_CHARACTERS = 200
-"""Characters of a name in front of the word that makes it a secret's."""
+"""Characters of a name before the word that makes it a secret's name."""
 
 _BEARER = re.compile(r"\b(Bearer|Basic)\s++[A-Za-z0-9._~+/=-]{8,}+", re.IGNORECASE)
 _ADDRESS = re.compile(r"(://[^\s/:@]*+):[^\s/]*@")
@@ -59,7 +59,7 @@ _PEM_HIDDEN = f"{HIDDEN}PRIVATE-KEY{HIDDEN}"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is not to be printed.
+    """True if a setting of this name must not be printed.
 
     >>> is_secret("sasl.password"), is_secret("sasl.username")
     (True, False)
@@ -86,7 +86,7 @@ def redact(text: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """In small letters, as long as the text: one letter has a small one that is two characters."""
+    """Lower case of the same length: one letter's lower case has two characters."""
     return text.replace("\u0130", "i").lower()
 
 
@@ -102,7 +102,7 @@ def _without_keys(text: str) -> str:
 
 
 def _without_values(text: str, lower: str) -> str:
-    """Each name is found once: the search goes on behind its word, or behind its value."""
+    """Find each name once: the search continues behind its word, or behind its value."""
     parts: list[str] = []
     at = shown = 0
     while (found := _SETTING.search(lower, at)) is not None:
@@ -123,7 +123,7 @@ def _without_values(text: str, lower: str) -> str:
 
 
 def _before(text: str, since: int, word: int) -> tuple[str, tuple[str, int] | None]:
-    """What stands before a name's quotes, and these: which, and behind how many backslashes."""
+    """The text before a name's quotes, and the quotes: which kind, behind how many backslashes."""
     before = text[max(since, word - _LOOK_BACK_CHARACTERS) : word][::-1]
     quotes = _QUOTE_BACKWARDS.match(before, _end(_REST_OF_NAME.match(before)))
     if quotes is None:
@@ -132,7 +132,7 @@ def _before(text: str, since: int, word: int) -> tuple[str, tuple[str, int] | No
 
 
 def _value(text: str, begin: int, quotes: tuple[str, int] | None, *, whole_line: bool) -> tuple[str, int]:
-    """What stands for the value that begins there, and where the text goes on."""
+    """The replacement for the value that begins here, and where the text continues."""
     if quotes is not None:
         return HIDDEN, _closing(text, begin, *quotes)[0]
     opened = _OPENS.match(text, begin)
@@ -150,10 +150,10 @@ def _value(text: str, begin: int, quotes: tuple[str, int] | None, *, whole_line:
 
 
 def _closing(text: str, begin: int, quote: str, escapes: int) -> tuple[int, int]:
-    """Where the text in these quotes ends, and what follows them begins; the end of all when they are not closed.
+    """Where the quoted text ends, and where the text behind its quotes begins; the end of the text if they never close.
 
-    Quotes that open behind so many backslashes close behind as many; an escaped one inside has one more for itself and
-    one for each of these. With fewer, the text around them is closed.
+    Quotes that open behind n backslashes close behind n. An escaped quote inside has 2n + 1 of them. With fewer, it
+    closes the text around.
     """
     at = begin
     while (found := _QUOTE.search(text, at)) is not None:
@@ -167,7 +167,7 @@ def _closing(text: str, begin: int, quote: str, escapes: int) -> tuple[int, int]
 
 
 def _bracket_end(text: str, begin: int) -> int:
-    """Behind the bracket that closes the first one; the end of all when it is not closed."""
+    """The position behind the matching closing bracket; the end of the text if there is none."""
     depth, at = 0, begin
     while (found := _INSIDE.search(text, at)) is not None:
         at = found.end()

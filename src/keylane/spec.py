@@ -60,7 +60,7 @@ class Observer(Protocol):
     """Called at the start and the end of every attempt, on the task's loop: it must be quick and must not raise.
 
     It travels to the tasks with the app, so it must be picklable. A method ``began_again``, when it has one, is called
-    when a task begins again in its process after a transaction was aborted: what it did in it runs again.
+    when a task begins again in its process after a transaction was aborted: messages of that transaction run again.
     """
 
     def started(self, message: Message, attempt: int) -> None:
@@ -181,7 +181,7 @@ class AppSpec:
     def _check_topics(self, where: str) -> None:
         if self.source == self.sink:
             raise SettingsError(
-                f"{where}: source and sink are both {self.source!r}; it would read its own results for ever"
+                f"{where}: source and sink are both {self.source!r}; it would read its own results endlessly"
             )
         for own in (self.dlq, self.state, self.ledger_topic, self.telemetry_topic):
             if own in (self.source, self.sink):

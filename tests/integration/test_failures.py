@@ -517,7 +517,7 @@ def test_a_bug_that_fails_every_message_stops_the_query_after_a_bounded_number_o
         query.awaitTermination(40)
     why = str(query.exception())
     assert f"app '{name}' stopped: the last 50 messages" in why
-    assert "KeyError: 'amuont'. Mend the cause and start the app again" in why
+    assert "KeyError: 'amuont'. Fix the cause and start the app again" in why
     assert f"'keylane dlq redrive {name} --all' runs the letters again" in why
     dead = letters(log, name)
     print(f"flood: {len(dead)} dead letters of 2,000 messages")  # noqa: T201 - a figure for the guarantees

@@ -223,7 +223,7 @@ class Broker:
         if keep:
             for node in self._nodes:
                 node.ask_to_stop()
-            # The last of several nodes wait in vain for a quorum, so they are killed. Kafka recovers from that.
+            # The last nodes would wait for a quorum that cannot come, so they are killed. Kafka recovers from that.
             until = time.monotonic() + STOP_TIMEOUT_SECONDS
             for node in self._nodes:
                 node.wait(until - time.monotonic())

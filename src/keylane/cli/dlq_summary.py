@@ -33,7 +33,7 @@ def normalised(message: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The cause of dead letters. All None: unknown, for example when the dead letter that failed first is gone."""
+    """The cause of dead letters. All None: unknown, for example when the dead letter that failed first was deleted."""
 
     stage: str | None
     error: str | None

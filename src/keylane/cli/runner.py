@@ -159,7 +159,7 @@ class Runner:
         if self._used:
             check_still_ours(
                 self._settings, self._app.name, self._app.state
-            )  # otherwise the two would replace each other for ever
+            )  # otherwise the two would replace each other endlessly
         self._stopper.runs(_START_SECONDS_MAX)
         app, again, self._used = self._app, " again" if self._used else "", True
         query = start(app, spark, package=self._package, **self._given)

@@ -31,7 +31,7 @@ LIVE_TRACE_MESSAGES = 16
 
 
 def sink(order: Order) -> str:
-    """Where that app's results go. One partition: its order is the order in which messages finished."""
+    """Where that app's results go. It has one partition, whose order is the order in which messages finished."""
     return f"race.{order}"
 
 

@@ -56,7 +56,7 @@ class ResultReader(threading.Thread):
         self._consumer.close()
 
     def forget(self) -> None:
-        """Begin anew; for after a warm-up. Call it when nothing is on its way."""
+        """Forget everything read so far, after a warm-up. Call it when nothing is in flight."""
         self.count = self.violations = self.duplicates = 0
         self.latencies, self.all_latencies = [], []
         self.first = self.last = 0.0
@@ -85,7 +85,7 @@ class ResultReader(threading.Thread):
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which this share of them lies; 0 for none."""
+    """The value below which this share of the values is; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)

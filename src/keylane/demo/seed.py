@@ -1,8 +1,8 @@
-"""The load generator: repeatable messages, sent as fast as possible or at a rate that waits for nobody.
+"""The load generator: repeatable messages, sent as fast as possible or at a fixed rate, even if the broker is slower.
 
 A value is ``<sequence of its key>|<due time in us>|<event id>|xxx…``. The sequence counts from 0 inside each key, so
-whoever reads the results can check their order; the due time is when the message *should* have been sent, so a
-latency counted from it includes the time that a busy generator was late.
+readers of the results can check their order; the due time is when the message *should* have been sent, so a
+latency measured from it includes the delay of a busy generator.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 EVENT_ID = "event-id"
 DEFAULT_PARTITIONS = 8
 BROKER_SECONDS_MAX = 10.0
-"""Seconds until a broker that does not answer is given up."""
-_STALL_SECONDS_MAX = 30.0  # seconds without one acknowledgement until sending is given up
+"""Time until it gives up on a broker that does not answer."""
+_STALL_SECONDS_MAX = 30.0  # time without an acknowledgement until sending is given up
 _MICROSECONDS = 16  # digits of a due time, until the year 2286
 
 
 class Distribution(StrEnum):
-    """How messages are shared out to keys."""
+    """How messages are distributed over keys."""
 
     UNIFORM = "uniform"
     """Every key is as likely as every other."""
@@ -126,9 +126,9 @@ class Target:
     topic: str
     bootstrap: str
     partitions: int | None = None
-    """Of the topic. A missing topic is created with this many (8 if None); an existing one must have as many."""
+    """Partitions of the topic. A missing topic is created with this many (8 if None); an existing one must match."""
     replication: int | None = None
-    """Of a topic that is created; None leaves it to the broker."""
+    """Replication of a topic that is created; None leaves it to the broker."""
     rate: float = 0.0
     """Messages per second, whether the broker keeps up or not; 0 is as fast as possible."""
     client: Mapping[str, str] | None = None
@@ -137,10 +137,10 @@ class Target:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", self.topic) or self.topic in (".", ".."):
             raise SettingsError(
-                f"{self.topic!r} is no name for a topic: up to 249 letters, digits, dots, underscores and hyphens are"
+                f"expected a topic name of up to 249 letters, digits, dots, underscores and hyphens, got {self.topic!r}"
             )
         if not self.bootstrap.strip():
-            raise SettingsError("no broker was named: give it as host:port")
+            raise SettingsError("no broker address: give it as host:port")
         if self.partitions is not None:
             _at_least("partitions", self.partitions, 1)
         if self.replication is not None:
@@ -155,7 +155,7 @@ class SeedReport:
 
     topic: str
     created: bool
-    """Whether the topic was made for it."""
+    """True if the topic was created for it."""
     partitions: int
     messages: int
     keys: int
@@ -169,7 +169,7 @@ class SeedReport:
 def send(load: SeedLoad, target: Target, progress: Callable[[int], None] | None = None) -> SeedReport:
     """Sends a load and returns when every message is acknowledged by the broker.
 
-    ``progress`` is told the number of messages handed over, a few times a second. Keys go to partitions as Java clients
+    ``progress`` gets the number of messages handed over, a few times a second. Keys go to partitions as Java clients
     put them there (murmur2). Raises :class:`BrokerError` when no broker answers within ``BROKER_SECONDS_MAX``, refuses
     the topic or a message, or stops acknowledging; :class:`SettingsError` when the topic has another number of
     partitions than asked for.
@@ -186,7 +186,7 @@ def send(load: SeedLoad, target: Target, progress: Callable[[int], None] | None 
             "batch.size": 1_000_000,
             "queue.buffering.max.messages": 200_000,
             "queue.buffering.max.kbytes": 262_144,
-            # A callback per message costs a quarter of the rate; what fails is reported, what does not is flushed.
+            # A callback per message costs a quarter of the rate. Failures are reported; the rest is flushed.
             "delivery.report.only.error": True,
             "on_delivery": lambda error, _: failures.append(error.str()),
         }
@@ -209,7 +209,7 @@ def send(load: SeedLoad, target: Target, progress: Callable[[int], None] | None 
 
 
 def ensure_topic(target: Target) -> tuple[int, bool]:
-    """How many partitions the topic has, and whether it had to be created. Raises as :func:`send` does."""
+    """Return the topic's partition count, and whether it was created. Raises as :func:`send` does."""
     try:
         admin = AdminClient(_client(target))
     except KafkaException as error:
@@ -229,7 +229,7 @@ def ensure_topic(target: Target) -> tuple[int, bool]:
             BROKER_SECONDS_MAX
         )
     except KafkaException as error:
-        if error.args[0].code() == ClientError.TOPIC_ALREADY_EXISTS:  # somebody else was faster
+        if error.args[0].code() == ClientError.TOPIC_ALREADY_EXISTS:  # another program was faster
             return ensure_topic(target)
         raise BrokerError(f"topic {target.topic} could not be created: {error.args[0].str()}") from error
     except TimeoutError as error:
@@ -240,7 +240,7 @@ def ensure_topic(target: Target) -> tuple[int, bool]:
     while _partitions(admin, target) != wanted:  # its creation is acknowledged before every broker knows it
         if time.monotonic() > deadline:
             raise BrokerError(
-                f"topic {target.topic} was created and is still not there after {BROKER_SECONDS_MAX:.0f} s"
+                f"topic {target.topic} was created but is still missing after {BROKER_SECONDS_MAX:.0f} s"
             )
         time.sleep(0.05)
     return wanted, True

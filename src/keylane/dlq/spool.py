@@ -1,9 +1,9 @@
-"""The spool: dead letters in local files, while their topic takes none.
+"""The spool: dead letters in local files while their topic takes none.
 
-One folder per app and cluster, one file per process at a time: ``<folder>/<app>/<cluster>/<host>-<pid>-<n>.spool``.
-A file is locked (flock) while its process writes it, and by whoever ships it, so it has one owner at a time; what a
-dead process left is free. Letters of another cluster stay where they are: a task ships those of its own.
-How a letter lies in a file: :mod:`keylane.dlq.spool_format`.
+One folder per app and cluster, one file per process at a time: ``<folder>/<app>/<cluster>/<host>-<pid>-<n>.spool``. A
+process locks (flock) the file that it writes or ships, so each file has one owner at a time; files of dead processes
+are free. A task ships only letters of its own cluster and leaves all others. The format of the files:
+:mod:`keylane.dlq.spool_format`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ log = logging.getLogger("keylane.kafka")
 
 WINDOW_RECORDS = 500
 WINDOW_BYTES = 16_000_000
-"""What is sent before the first acknowledgements are waited for."""
+"""Bytes sent before waiting for the first acknowledgements."""
 
 
 class SpoolError(KeylaneError):
-    """A letter could not be kept; says why, and what to do."""
+    """A dead letter could not be stored; says why, and what to do."""
 
 
 class DeadLetterRefusedError(KeylaneError):
-    """The topic takes letters, but never this one."""
+    """The topic takes dead letters, but will never take this one."""
 
 
 def default_folder() -> Path:
@@ -49,7 +49,7 @@ def default_folder() -> Path:
     if given := os.environ.get("KEYLANE_SPOOL"):
         return Path(given).absolute()
     state = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(state):  # noqa: PTH117 - the empty text is no path
+    if os.path.isabs(state):  # noqa: PTH117 - an empty text is not a path
         return Path(state) / "keylane" / "spool"
     try:
         return Path.home() / ".local" / "state" / "keylane" / "spool"
@@ -58,33 +58,33 @@ def default_folder() -> Path:
 
 
 def folder_of(folder: Path, app: str, cluster: str) -> Path:
-    """Where the letters of an app in a cluster are. A cluster without an id is called ``unknown``."""
+    """The folder for the dead letters of an app in a cluster. A cluster without an id is called ``unknown``."""
     return folder / app / (quote(cluster, safe="") if cluster.strip(".") else "unknown")
 
 
 def foreign(own: Path) -> list[Path]:
     """Files with letters of the app that are not for this cluster: of other clusters, or of an unknown one.
 
-    ``own`` is what :func:`folder_of` returns. A spool was a folder for all clusters once: nothing in its files says
-    where they belong.
+    ``own`` is what :func:`folder_of` returns. In earlier versions one folder was for all clusters, and nothing in its
+    files says where they belong.
     """
     files = (path for pattern in ("*.spool", "*/*.spool") for path in own.parent.glob(pattern))
     return sorted(path for path in files if path.parent != own)
 
 
 class Spool:
-    """The letters of one app in one cluster that wait on this machine. Nothing is touched before the first letter.
+    """The letters of one app in one cluster that wait on this machine. It touches no file before the first letter.
 
     Safe to use from several threads: :meth:`append` waits for the disk only, never for a :meth:`ship` under way.
     """
 
     def __init__(self, folder: Path, app: str, cluster: str) -> None:
         self._folder = folder_of(folder, app, cluster)
-        self._topic = f"{app}.dlq"  # the only one that a letter in it may be for
-        self._lock = threading.Lock()  # of _active
+        self._topic = f"{app}.dlq"  # the only valid topic of a letter
+        self._lock = threading.Lock()  # protects _active
         self._shipping = threading.Lock()
         self._active: _Active | None = None  # the file that append() writes to
-        self._counted: dict[str, tuple[int, int]] = {}  # by waiting(): size and letters of each file
+        self._counted: dict[str, tuple[int, int]] = {}  # for waiting(): size and letters of each file
 
     @property
     def folder(self) -> Path:
@@ -92,7 +92,7 @@ class Spool:
         return self._folder
 
     def append(self, entry: SpooledDeadLetter) -> None:
-        """Keep a letter: on the disk when this returns. Raises SpoolError when it cannot be kept, and keeps nothing."""
+        """Store a letter: it is on disk when this returns. Raises SpoolError, and stores nothing, when it cannot."""
         whole = frame(entry)
         with self._lock:
             try:
@@ -110,7 +110,7 @@ class Spool:
                 ) from error
 
     def waiting(self) -> int:
-        """How many letters wait for this cluster, also those of other processes."""
+        """Return how many letters wait for this cluster, including those of other processes."""
         counted: dict[str, tuple[int, int]] = {}
         for path in self._files():
             try:
@@ -120,20 +120,20 @@ class Spool:
                     with path.open("rb") as file:
                         reader = SpoolReader(file.fileno(), self._topic)
                         known = (reader.size, sum(1 for _ in reader))
-            except OSError:  # shipped in this moment, or another user's
+            except OSError:  # just shipped, or another user's
                 continue
             counted[path.name] = known
         self._counted = counted
         return sum(letters for _, letters in counted.values())
 
     def ship(self, send: Callable[[SpooledDeadLetter], Future[None]], *, timeout: float = 60.0) -> int:
-        """Send every letter that waits, oldest file first, and return how many; blocks until all are acknowledged.
+        """Send all waiting letters, oldest file first, and return how many; blocks until all are acknowledged.
 
-        ``send`` hands one over and returns a future that is done when it is acknowledged. What it raises, or the
-        future, is raised here; SpoolError when no acknowledgement comes for ``timeout`` seconds. What was not
-        acknowledged stays, and comes again with the rest of its file, so a topic may get a letter twice. A letter that
-        is refused for itself (:class:`DeadLetterRefusedError`) stays, and holds up no other.
-        Files that another process writes or ships are left to it.
+        ``send`` hands one over and returns a future that is done when it is acknowledged. Errors of either are raised
+        here; SpoolError when no acknowledgement comes for ``timeout`` seconds. Letters that were not acknowledged
+        stay, and are sent again with the rest of their file, so a topic may get a letter twice. A letter that the
+        topic will never take (:class:`DeadLetterRefusedError`) stays, and does not delay others. Files that another
+        process writes or ships are left to it.
         """
         with self._shipping:
             with self._lock:
@@ -143,14 +143,14 @@ class Spool:
             return sum(self._ship(path, send, timeout) for path in self._files())
 
     def close(self) -> None:
-        """Let go of the file; what is in it waits for the next :meth:`ship`, of any process."""
+        """Close the file; its letters wait for the next :meth:`ship`, of any process."""
         with self._lock:
             active, self._active = self._active, None
         if active is not None:
             active.close()
 
     def _files(self) -> list[Path]:
-        """Oldest first. Files of one process follow each other, so the time of the last letter tells their order."""
+        """The files, oldest first. A process writes one file after another, so the last write gives their order."""
         aged = []
         for path in self._folder.glob("*.spool"):
             with suppress(FileNotFoundError):
@@ -197,15 +197,15 @@ class Spool:
 
 
 class _Active:
-    """A file that this process writes, and has locked."""
+    """A file that this process writes and has locked."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.path = path
         self._fd = fd
-        self._size = 0  # of what is whole and on the disk
+        self._size = 0  # bytes of complete letters on disk
 
     def append(self, frame: bytes) -> None:
-        """Raises OSError; then :meth:`restore` tells whether the file can be used on."""
+        """Append a letter. Raises OSError; then :meth:`restore` returns whether the file is still usable."""
         rest = memoryview(frame)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
@@ -213,7 +213,7 @@ class _Active:
         self._size += len(frame)
 
     def restore(self) -> bool:
-        """Take away what a failed append left; False when not even that works: the file is closed and ends torn."""
+        """Remove what a failed append left. False if even that fails: the file is closed and ends in a torn letter."""
         try:
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
@@ -223,13 +223,13 @@ class _Active:
         return True
 
     def close(self) -> None:
-        if not self._size:  # made for a letter that could not be kept
+        if not self._size:  # created for a letter that could not be stored
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 
 
 def _create(folder: Path) -> _Active:
-    """A new file of this process, locked, and known to its folder on the disk."""
+    """Create a file of this process: locked, and durable in its folder."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)  # letters are other people's data
@@ -241,7 +241,7 @@ def _create(folder: Path) -> _Active:
         except FileExistsError:
             continue
         try:
-            if _own(fd, path):  # otherwise one that ships was faster, and takes it away as an empty one
+            if _own(fd, path):  # otherwise another process was faster to ship it, and removes it as empty
                 _fsync(folder)
                 return _Active(fd, path)
         except OSError:
@@ -253,7 +253,7 @@ def _create(folder: Path) -> _Active:
 
 
 def _own(fd: int, path: Path) -> bool:
-    """Lock it, unless another has; whether it is locked and still there."""
+    """Lock the file, unless another process has. True if it is locked and still there."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return path.stat().st_ino == os.fstat(fd).st_ino
@@ -276,7 +276,7 @@ _Refused = list[tuple[SpooledDeadLetter, "DeadLetterRefusedError"]]
 def _send(
     letters: Iterable[SpooledDeadLetter], send: Callable[[SpooledDeadLetter], Future[None]], timeout: float
 ) -> tuple[int, _Refused]:
-    """Send in windows; returns when all are answered: how many are there, and which were refused for themselves."""
+    """Send in windows. Returns how many were acknowledged, and the letters that the topic will never take."""
     sent, size = 0, 0
     refused: _Refused = []
     window: _Sent = []
@@ -304,7 +304,7 @@ def _wait(window: _Sent, timeout: float) -> _Refused:
 
 
 def _replace(path: Path, letters: Iterable[SpooledDeadLetter]) -> None:
-    """Leave only these letters in the file; at every moment it is there, whole, as it was or as it is to be."""
+    """Keep only these letters in the file, atomically."""
     fresh = path.with_suffix(".fresh")
     with fresh.open("wb") as file:
         for letter in letters:

@@ -64,7 +64,7 @@ _SEARCH_FILE_SIZES_MAX = 8
 class SpoolReader:
     """The letters in a file, to be read once; ``torn`` and ``damaged`` are known at its end.
 
-    With ``topic``, letters for any other are damage: whoever can write into the folder must not choose where the app
+    With ``topic``, letters for any other are damage: a program that can write into the folder must not choose where the
     writes.
     """
 

@@ -1,6 +1,6 @@
-"""Where dead letters go: their topic; a spool on this machine when the topic does not take them; else nowhere.
+"""Writes dead letters to their topic; to a spool on this machine when the topic does not take them.
 
-A letter that neither takes is answered with why, and its lane stops: it never counts as done.
+If neither takes a letter, the caller learns why, and its lane stops: the message never counts as done.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _NOT_TAKEN = (
     ClientError._UNKNOWN_PARTITION,  # noqa: SLF001
     ClientError._MSG_TIMED_OUT,  # noqa: SLF001
 )
-"""What the client says of letters by itself when it could not write them; of others it says that it gave them up."""
+"""The client's own errors for records it did not write; with other errors it gave up records."""
 
 
 _mentioned: set[Path] = set()
-"""Folders with letters of other clusters: said once by each process."""
+"""Folders with letters of other clusters that this process has logged."""
 
 
 class DeadLetterClients(Protocol):
-    """The clients of a worker process that dead letters go through."""
+    """The clients of a worker process that write dead letters."""
 
     identity: AppIdentity
     writer: TransactionalWriter
     alone: bool
 
     def producer(self, use: Literal["letters", "letter"]) -> Producer:
-        """For dead letters, or for those that are sent alone."""
+        """The producer for dead letters, or the one for letters that are sent alone."""
 
     def poll(self) -> None:
-        """Serve the answers of all clients."""
+        """Serve the delivery reports of all clients."""
 
     def replace(self, use: Literal["letters", "letter"], client: Producer) -> None:
-        """Give up a client that has failed for good."""
+        """Replace a client that has failed for good."""
 
 
 class DeadLetterWriter:
-    """One task's dead letters. Used on the loop's thread; the seat's ``poll`` serves the topic's answers.
+    """One task's dead letters. Used on the loop's thread; the session's ``poll`` serves the delivery reports.
 
-    Letters of parked lanes do not go to the spool: their order in the topic is the lane's, and a spool of another
-    machine cannot keep it.
+    Letters of parked lanes do not go to the spool: their order in the topic must be the lane's, and the spool of
+    another machine cannot keep it.
     """
 
     def __init__(self, clients: DeadLetterClients, app: AppSpec, rejections: Rejections) -> None:
@@ -78,11 +78,11 @@ class DeadLetterWriter:
         self._rejections = rejections
         self._app = app
         self._loop = asyncio.get_running_loop()
-        self._sour = ""  # why the topic took no letter when it was last asked
-        self._sour_until = 0.0  # then it is asked again
+        self._sour = ""  # why the topic refused letters the last time
+        self._sour_until = 0.0  # then it is tried again
         self._closed = False
-        self._unanswered = 0  # letters of which nothing is known yet
-        self._answered = asyncio.Event()  # there are none
+        self._unanswered = 0  # letters in flight
+        self._answered = asyncio.Event()  # set when none is in flight
         self._shipping: set[Future[None]] = set()
         self._spool = Spool(app.spool or default_folder(), app.name, clients.identity.source.cluster)
 
@@ -96,7 +96,7 @@ class DeadLetterWriter:
     ) -> None:
         """Write the message as it came, with the failure's context in added headers.
 
-        The letter is as old as the failure: as old as its message, retention could delete it as soon as it is there.
+        The letter's timestamp is that of the failure: with the message's own, retention could delete it at once.
         """
         self._unanswered += 1
         self._answered.clear()
@@ -153,7 +153,7 @@ class DeadLetterWriter:
         self._send(entry, answered)
 
     def _source_of(self, delivery: Delivery) -> TopicIdentity:
-        """The topic that the message lay in: of a redriven one that may be a topic which is no more."""
+        """The message's topic; for a redriven message perhaps a topic that no longer exists."""
         record = delivery.record
         return record.letter.identity if isinstance(record, DeadLetterMessage) else self._identity.source
 
@@ -165,7 +165,7 @@ class DeadLetterWriter:
         kind: str,
         then: Then,
     ) -> None:
-        """Into the open transaction; to the spool when the topic refused this letter, and the transaction with it."""
+        """Put it into the open transaction; into the spool if the topic refused this letter and so the transaction."""
         problem = self._rejections.letters.get(position)
         if problem is not None and kind != "parked":
             self._to_spool(entry, problem, then)
@@ -176,7 +176,7 @@ class DeadLetterWriter:
 
         def report(error: Any, _message: Any) -> None:
             if error is None or (is_rejection(error) and not self._clients.alone):
-                return  # a rejection is of the whole batch, and the next time every letter is one
+                return  # the whole batch was rejected; next time every letter is a batch of its own
             if error.code() > 0 or error.code() in _NOT_TAKEN:
                 self._rejections.set_letter_reason(position, f"topic {entry.topic!r}: {error.str()}")
 
@@ -192,13 +192,13 @@ class DeadLetterWriter:
         writer.confirm_soon(then)
 
     async def rest(self, timeout: float) -> None:  # noqa: ASYNC109 - it ends in no exception
-        """Wait until all letters are where they belong, while somebody polls; not longer than ``timeout`` seconds."""
+        """Wait until all letters are durable, while another coroutine polls; ``timeout`` seconds at most."""
         if self._unanswered:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), timeout)
 
     async def ship(self) -> None:
-        """For ever: send what waits in the spool, now and then. Letters of processes that died come along."""
+        """Send the spool's letters at intervals, until cancelled; also those of dead processes."""
         with contextlib.suppress(OSError):
             self._mention_foreign()
         while True:
@@ -226,7 +226,7 @@ class DeadLetterWriter:
                 )
 
     async def end(self, seconds: float) -> None:
-        """Give letters that are on their way so many seconds for their answers, and close."""
+        """Wait up to ``seconds`` for letters in flight, and close."""
         deadline = self._loop.time() + seconds
         while (self._unanswered or self._shipping) and self._loop.time() < deadline:
             with contextlib.suppress(KafkaException):  # a client of results that has failed
@@ -235,7 +235,7 @@ class DeadLetterWriter:
         self.close()
 
     def close(self) -> None:
-        """Let go of the spool's file; what is in it waits for the next task, also what is being shipped now."""
+        """Close the spool's file; its letters wait for the next task, even those that are being shipped."""
         self._closed = True
         for sent in list(self._shipping):
             _give_up(sent)
@@ -247,7 +247,7 @@ class DeadLetterWriter:
         then: Callable[[str | None, bool], None],
         use: Literal["letters", "letter"] = "letters",
     ) -> None:
-        """``then(problem, alone)``: whether the letter itself was refused, not any letter."""
+        """Send a letter. ``then(problem, alone)``: ``alone`` if this letter was refused, not any letter."""
         if self._closed:
             return
         client = self._clients.producer(use)
@@ -256,7 +256,7 @@ class DeadLetterWriter:
         def report(error: Any, _message: Any) -> None:
             if (
                 self._closed
-            ):  # so may be the loop: the letter's message runs again, or the letter is in the spool
+            ):  # the loop may have ended too: the message runs again, or its letter is in the spool
                 return
             if error is None:
                 then(None, False)
@@ -287,7 +287,7 @@ class DeadLetterWriter:
         sent: Future[None] = Future()
         self._shipping.add(sent)
         sent.add_done_callback(self._shipping.discard)
-        if self._closed:  # nobody serves answers any more
+        if self._closed:  # no more delivery reports are served
             _give_up(sent)
             return sent
 
@@ -311,7 +311,7 @@ class DeadLetterWriter:
         def answered(kept: asyncio.Future[None]) -> None:
             error = kept.exception() if not kept.cancelled() else asyncio.CancelledError()
             if error is not None:
-                self._sour = ""  # nothing waits that could be shipped, so only the next letter can find out
+                self._sour = ""  # nothing waits to be shipped, so only the next letter can find out
             then(None if error is None else f"{problem}; and {error}")
 
         kept.add_done_callback(answered)

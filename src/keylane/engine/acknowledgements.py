@@ -68,7 +68,7 @@ class Acknowledgements:
         self._pool.ensure_runner()
 
     def add(self, delivery: Delivery) -> None:
-        """As :meth:`acknowledge`, inside a runner: it continues by itself."""
+        """Like :meth:`acknowledge`, but inside a runner, which continues without being woken."""
         if not self.acknowledged:
             self._loop.call_soon(self.settle)
         self.acknowledged.append(delivery)

@@ -57,7 +57,7 @@ class Dispatcher:
 
     async def _call(self, message: Message) -> list[Result] | None:
         """Run the message's handlers from the one it is at; what they returned."""
-        delivery: Routed = message  # type: ignore[assignment]  # the engine gives it what it makes
+        delivery: Routed = message  # type: ignore[assignment]  # the engine passes its own objects
         route = delivery.route
         if route is None:
             route = delivery.route = self._choose(delivery)
@@ -74,7 +74,7 @@ class Dispatcher:
     def _choose(self, delivery: Routed) -> tuple[Step, ...]:
         found = self._type_of(delivery)
         if found is not None and not isinstance(found, str):
-            raise Poison(f"the event type is no text: {found!r}")
+            raise Poison(f"the event type must be a text, got {found!r}")
         delivery.kind = found
         route = self._routes.get(found) if found else None
         if route is None:

@@ -32,7 +32,7 @@ Place = tuple[int, int]
 class Duplicates:
     """The duplicates of one engine. Used only on its loop. Without a rule there are none.
 
-    Nor without lanes: there nobody waits for the first of two, so it is not known whether it will be done.
+    Nor without lanes: a second message does not wait for the first, so it is not known whether the first will be done.
     """
 
     def __init__(self, rule: Idempotency | None, order: Ordering) -> None:

@@ -240,7 +240,7 @@ class Engine:
         lanes: Iterable[LaneRecord] = (),
         held: Iterable[bytes] = (),
     ) -> None:
-        """What was persisted: attempts by partition and offset, stopped lanes, lanes to be redriven."""
+        """Restore what was persisted: attempts by partition and offset, stopped lanes, lanes to be redriven."""
         self._attempts.restore(kept)
         self.stopped_lanes.restore(lanes, held)
 
@@ -346,7 +346,7 @@ class Engine:
                 step.gate.close()
         return not self._pool.stage_survived
 
-    # What it is asked.
+    # Queries.
 
     @property
     def resting(self) -> bool:
@@ -391,7 +391,7 @@ class Engine:
         return self.life.failure
 
     def statistics(self) -> EngineStatistics:
-        """How full it is, and what it has done."""
+        """A snapshot of its buffers and counters."""
         return EngineStatistics(
             lanes=self.table.statistics(),
             held=self.held,
@@ -402,7 +402,7 @@ class Engine:
             runners=len(self._pool),
         )
 
-    # What its output tells it.
+    # Called by the output.
 
     def settle(self) -> None:
         """Process the acknowledgements that have come in. Called after the producer was polled."""

@@ -1,7 +1,6 @@
-"""The course of a message that failed: run again later, wait for its stage, or the app's policy.
+"""Decides what happens to a failed message: retry later, wait for its stage, or the app's policy.
 
-One place decides. Whatever it decides, the lane keeps its order: a lane that waits, stops or writes a letter moves
-nothing until that is over.
+The lane keeps its order in every case: while it waits, stops or writes a dead letter, nothing in it moves.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ class FailureHandler:
     def failed(
         self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
     ) -> None:
-        """An attempt at the lane's head ended in this error. With ``step`` it failed there, before any attempt."""
+        """An attempt at the lane's head raised this error. With ``step`` it failed before that stage was called."""
         if isinstance(error, BreakerOpenError):
             self.ended(delivery, "held")
-            delivery.attempts -= 1  # it did not get to the stage
+            delivery.attempts -= 1  # the stage was not reached
             self._lanes.wait_for_breaker(lane)
             error.gate.wait(lane)
             return
@@ -111,16 +110,18 @@ class FailureHandler:
         self._give_up(lane, delivery, _letter(step.name, error, delivery, failure_state, wall), ended)
 
     def succeeded(self, delivery: Delivery) -> None:
-        """A message in trouble came through."""
+        """A message that had failed before succeeded."""
         if delivery.failure_state is not None and delivery.failure_state.letter is not None:
             self._duplicates.came_through(delivery)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery, failure_state: FailureState) -> bool:
-        """Whether a message that came back with attempts from before may run now; if not, its lane waits."""
+        """True if a message with earlier attempts may run now; if not, its lane waits."""
         if failure_state.due:
             wall = self._clock.wall()
             retry = self._retries.get(failure_state.stage) or self._pipeline.step_of(delivery).retry
-            wait = min(failure_state.due - wall, retry.longest)  # another machine's clock may have set it
+            wait = min(
+                failure_state.due - wall, retry.longest
+            )  # the time may come from another machine's clock
             failure_state.due = 0.0
             if wait > 0:
                 self._attempts.postpone(delivery, wall + wait)
@@ -158,7 +159,7 @@ class FailureHandler:
         self._counters.retries += 1
         self.hooks.call("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
-        if failure_state.letter is None:  # else its attempts are counted by its redrive
+        if failure_state.letter is None:  # otherwise its redrive counts the attempts
             state = RetryState(
                 stage=failure_state.stage,
                 attempt=failure_state.attempt,
@@ -173,7 +174,7 @@ class FailureHandler:
         self._lanes.retry_after(lane, wait)
 
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
-        """The app's policy. A redriven message lies among the dead letters, and its lane went on without it."""
+        """Apply the app's policy. A redriven message is a dead letter already; its lane has continued without it."""
         policy = self._policy
         delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_CHARACTERS_MAX]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
@@ -208,7 +209,7 @@ class FailureHandler:
             failed.check()
 
     def ended(self, delivery: Delivery, outcome: str) -> None:
-        """Tell the observer."""
+        """Notify the observer."""
         if self._observer is not None:
             self._observer.ended(delivery, delivery.attempts, outcome)
 
@@ -261,7 +262,7 @@ class _Failed:
         self._stopped_lanes.park(self._lane, self.message, self.info)
 
     def check(self) -> None:
-        """Raises :class:`KeylaneError` when nothing was decided."""
+        """Raise :class:`KeylaneError` when nothing was decided."""
         if not self._decided:
             raise KeylaneError(
                 f"on_failure={self._policy!r} decided nothing about {self.message.position}: decide() must call skip, "
@@ -286,13 +287,13 @@ class _Failed:
 
 
 def _untold(_delivery: Delivery, _outcome: str) -> None:
-    """Where nothing was begun, nothing ends."""
+    """Do nothing: nothing was started that could end."""
 
 
 def record_of(
     delivery: Delivery, letter: FailureInfo, stop: LaneStatus, since: float, why: str = ""
 ) -> LaneRecord:
-    """What is written down about the lane of this message."""
+    """Make the record of this message's lane."""
     return LaneRecord(
         stop=stop,
         key=delivery.lane.key if delivery.lane is not None else None,  # type: ignore[arg-type]  # as above
@@ -319,7 +320,7 @@ def _letter(
 
 
 def _text(error: BaseException, limit: int) -> str:
-    """Whatever the error quotes, everybody who is told can write it down."""
+    """Return text that can be printed and stored, whatever the error quotes."""
     try:
         return valid(str(error), limit)
     except Exception:
@@ -331,7 +332,7 @@ def _traceback(error: BaseException) -> str:
         return valid("".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS_MAX:])[
             -_TRACEBACK_CHARACTERS_MAX:
         ]
-    except Exception:  # an error may have attributes of its own making
+    except Exception:  # an error's attributes may raise
         return ""
 
 
@@ -339,6 +340,6 @@ def _flooded(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) ->
     return FailureGuardError(
         f"app {app.name!r} stopped: {why}. That is an outage or a bug, not a few bad messages, so no more dead letters "
         f"are written. The last: {delivery.position}, stage {letter.stage!r}: {delivery.error}.",
-        f"Mend the cause and start the app again: it goes on with this message; 'keylane dlq redrive {app.name} --all' "
-        "runs the letters again",
+        "Fix the cause and start the app again: it continues with this message. "
+        f"'keylane dlq redrive {app.name} --all' runs the dead letters again",
     )

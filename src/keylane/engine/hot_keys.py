@@ -83,7 +83,7 @@ class HotKeyDetector:
             self._said[name] = now
             log.warning(
                 "key %r of partition %d is hot: %.0f%% of the messages that this task reads are its own, and %d wait "
-                "in its lane, which runs one at a time; other lanes go on without it",
+                "in its lane, which runs one at a time; other lanes continue",
                 short(hot.key),
                 hot.partition,
                 100 * hot.share,

@@ -30,7 +30,7 @@ class RedriveItem:
     redrives: int
     """How often it was redriven before."""
     in_source: bool = True
-    """Whether the message lay in the source as it is now: else its offset says nothing about other messages."""
+    """True if the message came from the current source topic. If not, its offset means nothing here."""
 
 
 class Redriver:

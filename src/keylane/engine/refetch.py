@@ -85,7 +85,7 @@ class Refetches:
             on_returned=on_returned, key=key, partition=partition, offsets=offsets
         )
         self.incoming += len(offsets)
-        self._on_evicted(partition, -len(offsets), 0)  # from now on, so that nobody else takes the room
+        self._on_evicted(partition, -len(offsets), 0)  # at once, so that nothing else takes the room
         self._fetch(ticket, partition, offsets)  # type: ignore[misc]  # nothing is evicted without it
 
     def returned(self, ticket: int, records: Sequence[Record], missing: int) -> None:

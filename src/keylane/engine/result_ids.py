@@ -1,4 +1,4 @@
-"""Event ids of results: what tells a result from the others, and is the same in every attempt."""
+"""Event ids of results: unique for each result, and the same in every attempt."""
 
 from __future__ import annotations
 

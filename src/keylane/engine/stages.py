@@ -298,9 +298,9 @@ def _limited(
 def _retries_limited(
     function: Callable[[Message], Awaitable[Any]], limit: int, retry_share: float
 ) -> Callable[[Message], Awaitable[Any]]:
-    """The stage with a bound on how many of its calls are retries: what they may not take is left for first attempts.
+    """The stage with a limit on how many of its calls are retries. The rest is reserved for first attempts.
 
-    Also while nobody else wants it: a call that hangs until its time-out would have it when somebody does.
+    The reserve stays free even if nothing waits for it: a call that hangs until its time-out would block it later.
     """
     most = max(1, int(limit * retry_share))
     if most >= limit:

@@ -1,7 +1,7 @@
-"""Lanes that do not go on as usual: blocked, parked, held for a redrive; and messages on their way to the dead letters.
+"""Lanes that do not run as usual: blocked, parked, or waiting for a redrive; and messages that become dead letters.
 
-What is promised to survive is durable before the lane moves: the record before the first parked letter, the letter
-before the message counts as done.
+What must survive a crash is durable before the lane moves: the record before the first parked letter, the letter
+before its message counts as done.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.engine")
 
 _RETRY_SECONDS = 5.0
-"""Seconds until the letter of a parked lane is tried again."""
+"""Time until the dead letter of a parked lane is written again."""
 
 FULL_RECORDS = 1000
-"""Stopped lanes of a task whose records say all about the failure; later ones leave out the traceback and attempts."""
+"""Stopped lanes of a task with complete records; the records of later ones omit the traceback and the attempts."""
 BRIEF_CHARACTERS = 300
-"""Of the error's message in those."""
+"""Length of the error message in the shorter records."""
 STOPPED_LANES_MAX = 100_000
-"""Of one task; each takes about 1 kB in memory and in the state topic. One more, and the app stops."""
+"""Of one task; each takes about 1 kB in memory and in the state topic. With one more the app stops."""
 
 Name = bytes | tuple[int, int]
 """A lane: its key, or partition and offset of a message without one."""
 
 
 class StoppedLanes:
-    """Of one engine; used on its loop only. ``records`` is what the state topic says, or is about to."""
+    """The stopped lanes of one engine; used on its loop only. ``records`` are in the state topic, or about to be."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StoppedLanes:
         read_to: Callable[[int], int | None],
     ) -> None:
         self.records: dict[Name, LaneRecord] = {}
-        self.held: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are redriven
+        self.held: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are being redriven
         self.on_redriven: Callable[[bytes], None] = lambda _key: None  # written by the engine, once
         self._output = output
         self._lanes = lanes
@@ -85,16 +85,16 @@ class StoppedLanes:
         self._spans_partitions = spans_partitions
         self._progress = progress
         self._read_to = read_to
-        self._at: dict[Name, Lane[Delivery]] = {}  # blocked lanes that stand before their message
-        self._kept_back: set[bytes] = set()  # lanes that have stopped for their redrive, and for nothing else
+        self._at: dict[Name, Lane[Delivery]] = {}  # blocked lanes that have reached their message
+        self._kept_back: set[bytes] = set()  # lanes that wait only because of their redrive
         self._parking: set[bytes | None] = set()  # lanes whose record is not durable yet
         self._repeats: dict[
             tuple[int, int], Delivery
         ] = {}  # letters whose message may come from the log again
-        self._full: dict[Name, FailureInfo] = {}  # of parked messages whose records leave things out
+        self._full: dict[Name, FailureInfo] = {}  # complete failures of parked messages with shorter records
 
     def restore(self, records: Iterable[LaneRecord], held: Iterable[bytes] = ()) -> None:
-        """What an earlier task wrote down. Before anything is accepted."""
+        """Take over the records of earlier tasks. Call it before anything is accepted."""
         for record in records:
             self.records[_name(record)] = record
             if record.stop is LaneStatus.BLOCKED:
@@ -103,7 +103,7 @@ class StoppedLanes:
             self.hold(key)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
-        """Whether the lane's head may run now; if not, it was dealt with."""
+        """True if the lane's head may run now. If not, it has been dealt with."""
         redriven = delivery.redriven
         key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
         redrive = None if key is None else self.held.get(key)
@@ -134,9 +134,9 @@ class StoppedLanes:
                     return True
                 self._lanes.pass_over(lane, delivery)
                 return False
-            if parked:  # it is older than the next letter, and has none itself
+            if parked:  # it is older than the next letter, and is not a letter itself
                 self._begin_again(delivery, record)
-                self._duplicates.came_through(delivery)  # a letter that repeats its event comes after it
+                self._duplicates.came_through(delivery)  # a letter that repeats its event comes later
                 return True
             if self._ran_before(delivery, record):
                 self._lanes.pass_over(lane, delivery)
@@ -149,7 +149,7 @@ class StoppedLanes:
             and record.stop is LaneStatus.BLOCKED
             and not redriven
         ):
-            self._at[name] = lane  # what comes from another partition waits as well
+            self._at[name] = lane  # a lane whose messages come from another partition now waits as well
             self._lanes.stop(lane)
             return False
         if redriven or record.partition != delivery.partition or delivery.offset < record.offset:
@@ -158,7 +158,7 @@ class StoppedLanes:
             if record.stop is LaneStatus.SKIPPING:
                 return True
             log.warning(
-                "lane %r was blocked at offset %d, which is gone; it goes on",
+                "lane %r was blocked at offset %d, which is no longer in the log; the lane continues",
                 short(delivery.key),
                 record.offset,
                 extra=where(delivery),
@@ -173,23 +173,23 @@ class StoppedLanes:
         return False
 
     def _leave(self, lane: Lane[Delivery], letter: Delivery) -> None:
-        """The letter does not run: its lane stopped again before its turn. It stays a dead letter."""
+        """Leave the letter a dead letter: its lane stopped again before its turn."""
         letter.outcome = Outcome.PARKED
         self._lanes.finish(lane, letter)
 
     def _begin_again(self, delivery: Delivery, record: LaneRecord) -> None:
-        """If this is the message at which the lane stopped, it has all its attempts again."""
+        """Give the message at which the lane stopped all its attempts again."""
         if (delivery.partition, delivery.offset) == (record.partition, record.offset):
             delivery.failure_state, delivery.attempt, delivery.error = None, 1, None
             self._attempts.forget(delivery.partition, delivery.offset)
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
-        """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
+        """True if the message it repeats had finished when its lane was parked; if not, both are parked."""
         repeats = self._duplicates.waiting.get((delivery.partition, delivery.offset))
         return repeats is not None and record.partition == delivery.partition and repeats < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
-        """Write a record; the engine does not rest before it is answered."""
+        """Write a record; the engine is not idle until it is acknowledged."""
         self._acks.expect_answer()
 
         def answered(problem: str | None) -> None:
@@ -209,9 +209,9 @@ class StoppedLanes:
         outcome: Outcome,
         ended: Callable[[Delivery, str], None] = lambda _delivery, _outcome: None,
     ) -> None:
-        """Write the dead letter; the lane goes on when it is safe, and stops when it cannot be written.
+        """Write the dead letter. The lane continues when it is durable, and stops when it cannot be written.
 
-        An attempt that made it dead has ``ended`` when that is known.
+        ``ended`` is the attempt that failed, if it is known.
         """
         delivery.outcome = outcome
         delivery.error = delivery.error or f"{letter.error.rpartition('.')[2]}: {letter.message}"
@@ -220,7 +220,7 @@ class StoppedLanes:
             ended(delivery, outcome if problem is None else "retry")
             redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
             if problem is None or redriven:
-                if problem is not None:  # the letter it came from is still there: it stays where it lies
+                if problem is not None:  # the letter it came from still exists and stays as it is
                     log.error("%s failed again and has no new letter: %s", delivery.position, problem)
                     delivery.outcome = Outcome.PARKED
                 self._lanes.finish(lane, delivery)
@@ -243,7 +243,7 @@ class StoppedLanes:
             self._halt(lane, delivery, letter, "")
 
     def park(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo) -> None:
-        """Stop the lane until its record is durable; then this message and all that follow go to the letters."""
+        """Stop the lane until its record is durable; then this message and all later ones become dead letters."""
         self._lanes.stop(lane)
         record = self._record(delivery, letter, LaneStatus.PARKED)
         if record is None:
@@ -265,7 +265,7 @@ class StoppedLanes:
         self._note(record.partition, record.name, record.encode(), recorded)
 
     def park_again(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo) -> None:
-        """A redriven message of a parked lane failed again: it and the rest stay where they lie."""
+        """A redriven message of a parked lane failed again: it and the later ones stay dead letters."""
         record = record_of(
             delivery, letter, LaneStatus.PARKED, self._clock.wall(), why="it failed again when redriven"
         )
@@ -291,7 +291,7 @@ class StoppedLanes:
             if problem is None:
                 self._acks.acknowledge(delivery)
                 return
-            # Nothing behind it is done before it is, and a redrive goes by the order of the source: it may come late.
+            # Nothing behind it is done before it is, and a redrive follows the order of the source: it may come late.
             log.error(
                 "lane %r is parked and %s could not be written: %s; tried again in %g s",
                 short(delivery.key),
@@ -310,7 +310,7 @@ class StoppedLanes:
         self._stay(lane, delivery, letter, why)
 
     def _stay(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, why: str) -> None:
-        """The lane has stopped and stays so until an operator acts. The record may come late: it would stop again."""
+        """Stop the lane until an operator acts. The record may come late: without it the lane would stop again."""
         record = self._record(delivery, letter, LaneStatus.BLOCKED, why)
         if record is None:
             return
@@ -327,15 +327,15 @@ class StoppedLanes:
             ),
         )
         self._note(record.partition, record.name, record.encode(), _unheard)
-        self._attempts.forget(record.partition, record.offset)  # in the record's transaction, or a later one
+        self._attempts.forget(record.partition, record.offset)  # in the record's transaction or a later one
         self._life.changed()
 
     def _record(
         self, delivery: Delivery, letter: FailureInfo, stop: LaneStatus, why: str = ""
     ) -> LaneRecord | None:
-        """What is written down about a lane that has just stopped. None when there are too many: then the task ends.
+        """Make the record of a lane that has just stopped. None when there are too many: then the task ends.
 
-        Its message is not done, so it runs again, when lanes have been released, skipped or redriven.
+        Its message is not done, so it runs again once lanes have been released, skipped or redriven.
         """
         stopped = len(self.records) + len(self._parking)
         if stopped >= STOPPED_LANES_MAX:
@@ -343,8 +343,8 @@ class StoppedLanes:
                 FailureGuardError(
                     f"{stopped:,} lanes have stopped, which is all that one task keeps; the next one failed "
                     f"at {delivery.position}: {letter.message[:BRIEF_CHARACTERS]}.",
-                    "Mend the cause; release or redrive lanes ('keylane lanes release APP --all', 'keylane dlq redrive "
-                    "APP --all'): that is carried out when the app starts. Then start it again",
+                    "Fix the cause, then release or redrive lanes ('keylane lanes release APP --all', 'keylane dlq "
+                    "redrive APP --all'): the app does that when it starts. Then start it",
                 )
             )
             return None
@@ -352,7 +352,7 @@ class StoppedLanes:
             letter = replace(letter, message=letter.message[:BRIEF_CHARACTERS], traceback="", failures=())
         return record_of(delivery, letter, stop, self._clock.wall(), why)
 
-    # What an operator orders.
+    # Operators' commands.
 
     def release(self, name: Name, partition: int, offset: int) -> str | None:
         """Run the message at which the lane is blocked again, with all its attempts. Returns why not, or None."""
@@ -360,7 +360,7 @@ class StoppedLanes:
         if record is None or not _is_blocked_at(record, partition, offset):
             return _not_blocked(partition, offset)
         self._forget(name, record)
-        if lane is not None:  # else it has not come to its message yet
+        if lane is not None:  # otherwise it has not reached its message yet
             delivery: Delivery | None = lane.head
             while delivery is not None and (delivery.partition, delivery.offset) != (
                 record.partition,
@@ -374,7 +374,7 @@ class StoppedLanes:
         return None
 
     def skip(self, name: Name, partition: int, offset: int) -> str | None:
-        """Make the message at which the lane is blocked a dead letter; go on behind it. Returns why not, or None."""
+        """Make the message at which the lane is blocked a dead letter, and continue. Returns why not, or None."""
         record = self.records.get(name)
         if record is None or not _is_blocked_at(record, partition, offset):
             return _not_blocked(partition, offset)
@@ -392,13 +392,13 @@ class StoppedLanes:
 
         def recorded(_problem: str | None) -> None:
             if lane is not None:
-                self._lanes.resume(lane)  # it meets its record, and is buried
+                self._lanes.resume(lane)  # it meets its record and becomes a dead letter
 
         self._note(record.partition, record.name, skipping.encode(), recorded)
         return None
 
     def committed(self, is_done: Callable[[int, int], bool]) -> None:
-        """Progress was committed: the records of skipped messages that it covers have served."""
+        """Progress was committed: forget the records of skipped messages that it covers."""
         for name, record in list(self.records.items()):
             if record.stop is LaneStatus.SKIPPING and is_done(record.partition, record.offset):
                 self._forget(name, record)
@@ -410,32 +410,32 @@ class StoppedLanes:
     # A redrive.
 
     def hold(self, key: bytes) -> None:
-        """Newer messages of this lane wait from now on; nothing of it starts before its letters are known."""
+        """Make newer messages of this lane wait; none starts before the lane's letters are known."""
         if key not in self.held:
             self.renew(key)
 
     def renew(self, key: bytes) -> None:
-        """The lane's letters are read from the beginning: whether one failed in an earlier redrive does not count."""
+        """The lane's letters are read from the beginning: failures of an earlier redrive no longer count."""
         record = self.records.get(key)
         self.held[key] = LaneRedrive(parked=record is not None and record.stop is LaneStatus.PARKED)
 
     def settled(self, key: bytes) -> bool:
-        """Whether nothing of this lane runs, or is on its way to the dead letters."""
+        """True if nothing of this lane runs or is becoming a dead letter."""
         lane = self._lanes.get(key)
         if key in self._parking:
             return False
         return lane is None or (lane.first is lane.head and lane.state is not LaneState.RUNNING)
 
     def is_over(self, key: bytes | None) -> bool:
-        """Whether a message of this lane failed and what is left of its letters stays where it is."""
+        """True if a message of this lane failed and the remaining letters stay where they are."""
         return key is not None and key in self.held and self.held[key].state is RedriveState.OVER
 
     def is_parked(self, key: bytes) -> bool:
-        """Whether this lane is parked, and being redriven."""
+        """True if this lane is parked and being redriven."""
         return key in self.held and self.held[key].parked
 
     def redrive(self, key: bytes | None, deliveries: Sequence[Delivery]) -> None:
-        """Run redriven messages, oldest first, each in its place: :meth:`offer` until all of them are in their lane."""
+        """Run redriven messages, oldest first, each in its place: call :meth:`offer` until all are in their lane."""
         if key is None:
             for delivery in deliveries:
                 self._insert(None, [delivery])
@@ -444,7 +444,7 @@ class StoppedLanes:
         self.offer(key)
 
     def offer(self, key: bytes) -> None:
-        """Let the redriven messages into their lane whose turn it is; those of a lane that moves come at its turns."""
+        """Insert the redriven messages whose turn it is; while the lane is running this happens at its turns."""
         redrive, lane = self.held[key], self._lanes.get(key)
         if lane is not None and lane.head is not None and lane.state is not LaneState.STOPPED:
             return
@@ -454,7 +454,7 @@ class StoppedLanes:
             return
         blocked = lane is not None and self._at.get(key) is lane
         due = redrive.due(lambda letter: self._comes_next(lane, letter))
-        if not due and blocked:  # what is left comes behind the message at which the lane is blocked
+        if not due and blocked:  # the others come behind the message at which the lane is blocked
             redrive.give_up()
             due = redrive.due(lambda _letter: True)
         if due:
@@ -463,18 +463,18 @@ class StoppedLanes:
             self._go_on(key)
 
     def _go_on(self, key: bytes) -> None:
-        """A lane goes on that had stopped for its redrive."""
+        """Resume a lane that waited because of its redrive."""
         lane = self._lanes.get(key)
         if key in self._kept_back and lane is not None:
             self._lanes.resume(lane)
         self._kept_back.discard(key)
 
     def _comes_next(self, lane: Lane[Delivery] | None, letter: Delivery) -> bool:
-        """Whether all older messages of the letter's lane have had their turn."""
+        """True if all older messages of the letter's lane have had their turn."""
         assert letter.failure_state is not None  # noqa: S101 - redriven messages have a letter
         if (
             not letter.failure_state.in_source
-        ):  # from another topic, or the one before: older than all there is
+        ):  # from another topic, or an earlier one of the same name: older than everything here
             return True
         read_to = self._read_to(letter.partition)
         if read_to is not None and read_to < letter.offset:
@@ -490,18 +490,18 @@ class StoppedLanes:
         return True
 
     def _insert(self, key: bytes | None, letters: Sequence[Delivery]) -> None:
-        """Put these before everything in the lane that has not begun."""
+        """Put these before all messages of the lane that have not started."""
         self._pass_over_in_the_log(letters)
         self._counters.accepted += len(letters)
         if self._lanes.insert(key, letters) and key is not None:
             self._kept_back.discard(key)
 
     def _pass_over_in_the_log(self, letters: Sequence[Delivery]) -> None:
-        """After a crash messages may come from the log again that have letters: they run from there."""
+        """Pass over messages that are read again after a crash and have letters: they run from their letters."""
         if self._progress is None:
             return
         for partition in {letter.partition for letter in letters}:
-            if self._read_to(partition) is None:  # another task's
+            if self._read_to(partition) is None:  # another task owns it
                 continue
             progress = self._progress(partition)
             for letter in letters:
@@ -514,9 +514,9 @@ class StoppedLanes:
                     self._repeats[place] = letter
 
     def repeats(self, delivery: Delivery) -> bool:
-        """Whether a message that is to be passed over is the one that it seems to be.
+        """True if a message to be passed over is really the letter's message.
 
-        The letter at its offset may be of a topic that had the name before.
+        The letter may be of an earlier topic with the same name.
         """
         place = delivery.partition, delivery.offset
         letter = self._repeats.pop(place, None)
@@ -529,12 +529,12 @@ class StoppedLanes:
         return False
 
     def withdraw(self, key: bytes) -> None:
-        """The redrive of this lane was cancelled: letters that have not begun stay where they are."""
+        """Cancel the redrive of this lane: letters that have not started stay where they are."""
         if key in self.held:
             self.held[key].give_up()
 
     def let_go(self, key: bytes) -> None:
-        """The redrive of this lane is over. A lane that was parked is so no more, unless it was parked again."""
+        """End the redrive of this lane. A parked lane is no longer parked, unless it was parked again."""
         record = self.records.get(key)
 
         def recorded(_problem: str | None) -> None:

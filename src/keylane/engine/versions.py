@@ -1,10 +1,10 @@
-"""Messages whose versions say when they run: stale ones are passed over, early ones wait for what is missing.
+"""Version ordering in an engine: stale messages are passed over, early ones wait for the missing versions.
 
-A message that is early leaves its lane, which goes on without it; it comes back, before everything that has not begun,
-as soon as the version before it has passed, or when it has waited enough. So a lane runs in the order of versions where
-it can, one message at a time as ever. A held message is not done: after a crash it is read and held again.
+An early message leaves its lane, which continues without it. It returns to the front of the lane as soon as the version
+before it is done, or when it has waited long enough. So a lane runs in the order of versions where it can, and still
+one message at a time. A waiting message is not done: after a crash it is read again and waits again.
 
-What is durable is what is *done*: the task writes an entity's version down together with the progress that says so.
+Only versions of messages that are *done* are durable: the task commits them together with the progress.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.engine")
 
 VERSION = "(version)"
-"""Where a message failed because of its version, or waits for one before it."""
+"""The stage named when a message fails because of its version, or waits for an earlier one."""
 _RECORDED_WAITS_MAX = 2_000
-"""Messages whose waits are written down; what is beyond begins to wait anew after a restart."""
+"""Waiting messages whose waiting time is recorded; the others start waiting from zero after a restart."""
 _EVICTED_MESSAGES_MAX = 1_000_000
-"""Held messages of which only the places are kept. What is beyond stays in memory, and reading comes to a stop."""
+"""Waiting messages of which only offsets are kept. Above this they stay in memory, and reading stops."""
 _RESTORED_GRACE_SECONDS = 1.0
 _RESTORED_GRACES_MAX = 4
-"""After a restart what is missing may be in the log, and gets so many seconds to be read; but not for ever anew."""
+"""After a restart the missing version may be in the log: waiting messages get this time, this often, to see it."""
 _WENT_BY = (Outcome.OK, Outcome.IGNORED, Outcome.DEAD, Outcome.SKIPPED)
 _RAN = (Outcome.OK, Outcome.IGNORED)
 
 Place = tuple[int, int, int | None]
-"""Partition, offset and, of a redriven message, its dead letter: the message itself may come from the log again."""
+"""Partition, offset and, for a redriven message, its dead letter's offset. The log may contain the message again."""
 
 
 class VersionedTable(LaneTable[Delivery]):
-    """Lanes in which a message may give its place to one with a lower version."""
+    """Lanes in which a message with a lower version may overtake."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.on_passed: Callable[[Any, Delivery], None] = lambda _key, _entry: None
 
     def passed(self, lane: Lane[Delivery]) -> None:
-        """As ever; and what was waiting for this one comes next."""
+        """The head has passed: bring back the message that waited for it."""
         entry: Delivery = lane.head  # type: ignore[assignment]  # a lane that runs has a head
         super().passed(lane)
         self.on_passed(lane.key, entry)
 
     def turn(self, lane: Lane[Delivery]) -> Lane[Delivery] | None:
-        """As ever, by way of :meth:`passed`."""
+        """Finish the head's turn; calls :meth:`passed`."""
         self.passed(lane)
         return self.take()
 
 
 class _Held:
-    """A message that waits for another one. ``delivery`` is None when only its place is kept."""
+    """A message that waits for an earlier version. ``delivery`` is None while it is evicted."""
 
     __slots__ = (
         "delivery",
@@ -105,16 +105,16 @@ class _Held:
         self.since = since
         self.redriven = delivery.redriven
         self.delivery: Delivery | None = delivery
-        self.lives = 1  # of tasks that it has waited in
+        self.lives = 1  # tasks it has waited in
         self.waits = True
-        self.over = False  # it has waited enough
+        self.over = False  # it has waited long enough
 
     def __lt__(self, other: _Held) -> bool:
         return (self.version, self.offset) < (other.version, other.offset)
 
 
 class Versions:
-    """Of one engine; used on its loop only. ``store`` knows the entities that are done."""
+    """Version ordering of one engine; used on its loop only. ``store`` knows the versions of finished messages."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Versions:
         clock: Clock,
         life: Lifecycle,
     ) -> None:
-        self.holding = 0  # messages that wait, or are being read again
+        self.holding = 0  # messages that wait or are being read again
         self._rule = rule
         self._pipeline = pipeline
         self._lanes = lanes
@@ -153,27 +153,27 @@ class Versions:
             gate=None,
             threads=set(),
         )
-        self._numbers: dict[Place, int | None] = {}  # of messages that are in their lanes and not done
+        self._numbers: dict[Place, int | None] = {}  # versions of messages in their lanes that are not done
         self._ahead: dict[
             Name, tuple[VersionMark, int]
         ] = {}  # entities with messages that passed and are not done: how many
-        self._marks: dict[Place, VersionMark] = {}  # what those messages leave behind
+        self._marks: dict[Place, VersionMark] = {}  # the marks of those messages
         self._held: dict[bytes, list[_Held]] = {}  # by key, ascending
-        self._back: dict[bytes, Place] = {}  # by key, the one that came back and has not had its turn
-        self._over: dict[Place, _Held] = {}  # of those, which have waited enough
+        self._back: dict[bytes, Place] = {}  # by key, the message that came back and has not had its turn
+        self._over: dict[Place, _Held] = {}  # those of them that have waited long enough
         self._in_memory = 0
         self._memory = max(1, app.max_buffered // 4)
         self._due: list[tuple[float, int, bytes, _Held]] = []
         self._numbering = count()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._changed: dict[Name, VersionMark] = {}  # done, and not written down
+        self._changed: dict[Name, VersionMark] = {}  # done, and not committed yet
         table.on_passed = self._passed
 
-    # What the engine asks and tells.
+    # Called by the engine.
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
-        """Whether the lane's head is next; if not, it was dealt with."""
+        """True if the lane's head may run now. If not, it has been failed, passed over or set aside."""
         if lane.key is None:
             return True
         place = _place(delivery)
@@ -205,7 +205,7 @@ class Versions:
         return self._early(lane, delivery, version, mark)
 
     def done(self, delivery: Delivery) -> None:
-        """The message is done: what it leaves behind may be written down."""
+        """The message is done: its version may be committed."""
         place = _place(delivery)
         self._numbers.pop(place, None)
         mark = self._marks.pop(place, None)
@@ -221,13 +221,13 @@ class Versions:
         self._changed[name] = mark
 
     def changed(self, without: Collection[int] = ()) -> dict[Name, VersionMark]:
-        """What to write down with the progress of this moment; not of these partitions, whose progress waits."""
+        """Versions to commit with the current progress; without these partitions, whose progress is held back."""
         if not without:
             return dict(self._changed)
         return {name: entry for name, entry in self._changed.items() if name[0] not in without}
 
     def written(self, entries: Mapping[Name, VersionMark]) -> None:
-        """That is durable."""
+        """These entries are durable."""
         if len(entries) == len(self._changed) and entries == self._changed:
             self._changed = {}
             return
@@ -236,7 +236,7 @@ class Versions:
                 del self._changed[name]
 
     def note_waits(self, kept: dict[int, dict[int, RetryState]]) -> None:
-        """Add since when messages wait, by partition and offset: they do not begin anew after a restart."""
+        """Add when messages started waiting, by partition and offset, so that a restart does not reset it."""
         waits = (one for held in self._held.values() for one in held)
         for one in chain(islice(waits, _RECORDED_WAITS_MAX), self._over.values()):
             if not one.redriven:
@@ -244,32 +244,32 @@ class Versions:
                 found[one.offset] = _waiting(found.get(one.offset), one)
 
     def known(self, delivery: Delivery) -> int | None:
-        """The version of a message in its lane."""
+        """Return the version of a message in its lane."""
         return self._numbers.get(_place(delivery))
 
     @property
     def resting(self) -> bool:
-        """Whether nothing that is held will move by itself: there is none, or its lane has stopped."""
+        """True if no waiting message will move without help: there is none, or its lane has stopped."""
         if not self._held:
-            return not self.holding  # else some are being read again
+            return not self.holding  # otherwise some are being read again
         if self.holding != sum(map(len, self._held.values())):
             return False
         return all(self._stopped(key) for key in self._held)
 
     def go_on(self, key: bytes) -> None:
-        """Something that kept the held messages of this lane back is over."""
+        """The waiting messages of this lane may come back again."""
         self._bring_next(key)
 
     def reset(self, partition: int, key: bytes, to: int | None) -> VersionMark | None:
-        """An operator says how far an entity is: the version after ``to`` is next; None: nothing of it has come.
+        """Set the version of an entity for an operator: the version after ``to`` is next; None: it starts over.
 
-        Returns what is to be written down, as soon as possible.
+        Returns the mark to record as soon as possible.
         """
         name = partition, key
         lane = self._table.lanes.get(key)
         passed = lane.first if lane is not None else None
         while lane is not None and passed is not None and passed is not lane.head:
-            if self._name(passed) == name:  # what it leaves behind does not count any more
+            if self._name(passed) == name:  # its mark no longer counts
                 self._marks.pop(_place(passed), None)
             passed = passed.next
         self._ahead.pop(name, None)
@@ -283,7 +283,7 @@ class Versions:
         return mark
 
     def close(self) -> None:
-        """No timer is left behind."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -307,7 +307,7 @@ class Versions:
             return self._starts(delivery)
         over = place in self._over
         if over and self._waits_below(delivery.key or b"", version):
-            del self._over[place]  # one before it was given another chance: it waits along
+            del self._over[place]  # an earlier version was given another chance: this one waits with it
             over = False
         if over and rule.on_timeout == "process":
             return self._starts(delivery)
@@ -319,16 +319,16 @@ class Versions:
         return False
 
     def _waits_below(self, key: bytes, version: int) -> bool:
-        """Whether a lower version waits, and may come back."""
+        """True if a lower version waits and may come back."""
         return any(one.version < version and not self._kept_back(key, one) for one in self._held.get(key, ()))
 
     def _follows(self, key: bytes, version: int) -> bool:
-        """Whether one waits that this version is not too far ahead of: both wait for the same gap."""
+        """True if a message waits from which this version is not too far away: both wait for the same gap."""
         reach = (self._rule.max_gap or 0) + 1
         return any(0 < version - one.version <= reach for one in self._held.get(key, ()))
 
     def _refusal(self, fits: VersionFit, version: int, mark: VersionMark | None) -> str:
-        """Why this version does not run."""
+        """Explain why this version does not run."""
         missing = self._rule.missing(mark)
         if fits is VersionFit.LATE:
             return f"version {version} came too late: it was given up before it came, and version {missing} is next"
@@ -351,7 +351,7 @@ class Versions:
         self._failures.failed(lane, delivery, error, self._step)
 
     def _name(self, delivery: Delivery) -> Name:
-        """The entity of a message. That of a letter is where its key is now: its partition may have been another."""
+        """Return the entity of a message. A redriven one belongs where its key is now, perhaps in another partition."""
         key = delivery.key or b""
         if delivery.redriven and (home := self._store.home(key)) is not None:
             return home, key
@@ -417,7 +417,7 @@ class Versions:
         insort(self._held.setdefault(key, []), held)
 
     def _let_go(self, held: _Held) -> None:
-        """Keep only its place: what it waits for must still be read."""
+        """Keep only its offset: the missing version must still be read."""
         delivery = held.delivery
         if delivery is None or held.redriven or delivery.attempts or not self._refetches.possible:
             return
@@ -426,7 +426,7 @@ class Versions:
         self._refetches.evicted(delivery)
 
     def _kept_back(self, key: bytes, held: _Held) -> bool:
-        """Whether its lane does not take it now: it has stopped, or is being redriven and this is no letter."""
+        """True if its lane does not take it now: it has stopped, or is being redriven and this is not a dead letter."""
         return not held.redriven and (key in self._stopped_lanes.held or self._stopped(key))
 
     def _stopped(self, key: bytes) -> bool:
@@ -434,14 +434,14 @@ class Versions:
         return lane is not None and lane.state is LaneState.STOPPED
 
     def _give_up(self, key: bytes, version: int) -> None:
-        """What is missing below this version is not waited for any longer."""
+        """Stop waiting for the versions missing below this one."""
         for held in self._held[key]:
             if held.version <= version:
                 held.over = True
         self._bring_next(key)
 
     def _bring_next(self, key: bytes) -> None:
-        """The lowest that is early no more, or has waited enough; one after another, or they would overtake."""
+        """Bring back the lowest message that need not wait longer. One at a time, or they would overtake each other."""
         if self._table.closed or key in self._back:
             return
         for held in self._held.get(key, ()):
@@ -471,7 +471,7 @@ class Versions:
             )
 
     def _returned(self, key: bytes, held: _Held, found: Sequence[Delivery]) -> None:
-        """One of which only the place was kept was read again; or the log has it no more, and it never ran."""
+        """An evicted message was read again, or it is no longer in the log and never ran."""
         if found and not self._table.closed and not self._kept_back(key, held):
             self._insert(key, held, found[0])
             return
@@ -492,15 +492,15 @@ class Versions:
         self._numbers[place] = held.version
         if held.over:
             self._over[place] = held
-        held.delivery = None  # the clock may know it for a while
+        held.delivery = None  # the timers may refer to it for a while
         self.holding -= 1
         self._arm()
         self._lanes.insert(key, [delivery])
 
-    # The clock.
+    # Timers.
 
     def _arm(self) -> None:
-        if len(self._due) > 2 * self.holding + 100:  # most of them need no clock any more
+        if len(self._due) > 2 * self.holding + 100:  # most timers are no longer needed
             self._due = [one for one in self._due if one[3].waits]
             heapify(self._due)
         while self._due and not self._due[0][3].waits:
@@ -529,7 +529,7 @@ class Versions:
 
 
 def reader_of(rule: VersionOrdering) -> Callable[[Message], int | None]:
-    """A function from a message, with its value decoded, to its version. It raises :class:`Poison`."""
+    """Make a function from a message with a decoded value to its version. It raises :class:`Poison`."""
     where: str | Callable[[Message], Any] = rule.version_from
     if isinstance(where, str):
         name = where
@@ -562,7 +562,7 @@ def _version(found: object, where: str) -> int:
 
 
 def _waiting(kept: RetryState | None, held: _Held) -> RetryState:
-    """What is written down of a message that waits, or has; its attempts stay what they are."""
+    """The record of a message that waits, or has waited; its attempts are unchanged."""
     if kept is not None:
         return replace(kept, waited=held.since, lives=held.lives)
     return RetryState(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CallNext:
-    """What a middleware calls to go on: the next middleware, in the end the stage. It returns the stage's result.
+    """What a middleware calls to continue: the next middleware, or the stage. It returns the stage's result.
 
     ``stage`` is the name of the stage or handler.
     """

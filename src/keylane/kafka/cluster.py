@@ -89,7 +89,7 @@ def retry_while_moving(call: Callable[[], T], seconds: float = REQUEST_SECONDS) 
 
 
 def load_metadata(consumer: Consumer, topic: str) -> None:
-    """Load the topic's metadata into a new consumer. By itself it would do so up to a second after its assignment.
+    """Load the topic's metadata into a new consumer. On its own it does so up to a second after its assignment.
 
     Raises BrokerError if the topic cannot be read.
     """
@@ -102,7 +102,7 @@ def load_metadata(consumer: Consumer, topic: str) -> None:
 def wait_for_cluster(call: Callable[P, T]) -> Callable[P, T]:
     """Decorator for the planner's calls: retries BrokerError for :data:`PLANNER_RETRY_SECONDS`, then raises it.
 
-    A planner that fails ends the query and all its tasks. It stops retrying when its Spark process is gone.
+    A planner that fails ends the query and all its tasks. It stops retrying when its Spark process has ended.
     """
 
     @functools.wraps(call)

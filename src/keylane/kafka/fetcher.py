@@ -58,7 +58,7 @@ class PartitionFlow:
     """Buffered messages when the partition was paused; 0 while it is not paused."""
     ended: bool = False
     end: int = 0
-    """End of the log, as the last fetch reported it; 0 if nobody asked for it."""
+    """End of the log, as the last fetch reported it; 0 if it was not needed."""
 
     @property
     def buffered(self) -> int:

@@ -215,7 +215,7 @@ class TransactionalClient:
                     raise self._fail(error) from error
 
     def close(self) -> None:
-        """Abort the open transaction if that is quick: until it times out, nobody can read past it. Blocks briefly."""
+        """Abort the open transaction if that is quick: until it times out, readers cannot pass it. Blocks briefly."""
         discard(self._producer, abort=self.open).join(
             2 * _ABORT_SECONDS
         )  # does not wait for a client that hangs

@@ -200,7 +200,7 @@ class TransactionalWriter:
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Nobody else commits inside this context. All callbacks of :meth:`confirm_soon` are called before it."""
+        """No other commit runs inside this context. All callbacks of :meth:`confirm_soon` are called before it."""
         async with self._lock:
             self._confirm()
             yield

@@ -170,7 +170,7 @@ class ByHeader(Ordering):
         """The header's value."""
         try:
             return last(message.headers, self._header)
-        except UnicodeDecodeError:  # a header's name is no UTF-8: the message becomes a dead letter later
+        except UnicodeDecodeError:  # a header's name is not UTF-8: the message becomes a dead letter later
             return None
 
     def __repr__(self) -> str:

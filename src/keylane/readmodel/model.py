@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}")
 _STATUS = "status"
 _MISSING = "-"
-"""Stands for a missing version or time in a rank. It sorts before every digit."""
+"""Represents a missing version or time in a rank. It sorts before every digit."""
 
 
 class Facts(NamedTuple):

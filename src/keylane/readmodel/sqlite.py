@@ -107,7 +107,7 @@ class SqliteTable:
         return _quoted(f"{self.model.name}_facts")
 
     def _write_ahead(self, timeout: float) -> None:
-        """Turn on write-ahead logging, so that readers never wait. SQLite does not wait for locks here by itself."""
+        """Turn on write-ahead logging, so that readers never wait. SQLite itself does not wait for locks here."""
         deadline = time.monotonic() + timeout
         while True:
             try:

@@ -1,7 +1,7 @@
 """A filter for what Java and its Python workers write to the standard error, run as a process of its own.
 
-It passes every line on as it comes, but for the few that need nobody's attention. It outlives the driver, so nothing
-that workers say while they end is lost. It imports nothing of Keylane: it is up in a few hundredths of a second.
+It passes every line on as it comes, except for a few harmless ones. It outlives the driver, so nothing that workers
+print while they end is lost. It imports nothing of Keylane, so it starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NOISE = (
 _TRACEBACK = b"Traceback (most recent call last):"
 _DAEMON = (b"pyspark/daemon.py", b"pyspark.zip/pyspark/daemon.py")
 _GONE = (b"BrokenPipeError", b"ConnectionResetError", b"EOFError")
-"""How PySpark's daemon notices that its JVM has ended. The run says that in its own words."""
+"""How PySpark's daemon reports that its JVM has ended. Keylane reports that itself."""
 _LONGEST_BYTES = 64 * 1024
 
 
 def passed(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Those to be shown. A traceback is held until its last line has come."""
+    """The lines to show. A traceback is held back until its last line has come."""
     held: list[bytes] = []
     for line in lines:
         if held:

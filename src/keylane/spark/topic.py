@@ -1,7 +1,7 @@
 """The data source ``keylane.topic``: topics as DataFrames, tables and streams, without Spark's connector jar.
 
-Columns, options and their meaning are those of Spark's own Kafka source. Offsets of a stream are in Spark's checkpoint;
-a micro-batch is a span of offsets in every partition, and is the same whenever it is read again.
+Columns, options and their meaning are those of Spark's own Kafka source. The offsets of a stream are in Spark's
+checkpoint. A micro-batch is a range of offsets in every partition, and is the same whenever it is read again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``spark.read.format("keylane.topic")`` and ``spark.readStream.format("keylane.topic")`` known.
+    """Register the format ``"keylane.topic"`` for ``spark.read`` and ``spark.readStream``.
 
-    Filters reach the source when ``spark.sql.python.filterPushdown.enabled`` is on; where nobody has set it, it is
-    turned on for this session.
+    Filters reach the source when ``spark.sql.python.filterPushdown.enabled`` is on. If it is not set, it is turned on
+    for this session.
     """
     use_this_python(spark)
-    pushes = spark.conf.get(_PUSHDOWN, "true") == "true"  # nobody has turned it off
+    pushes = spark.conf.get(_PUSHDOWN, "true") == "true"  # not turned off
     if pushes:
         spark.conf.set(_PUSHDOWN, "true")
     settings = {"bootstrap": os.environ.get("KEYLANE_BOOTSTRAP"), "pushes": pushes}
@@ -57,7 +57,7 @@ def register(spark: SparkSession) -> None:
 
 
 class RangePartition(InputPartition):
-    """Spark's unit of work: a span."""
+    """Spark's unit of work: a range of offsets."""
 
     def __init__(self, span: OffsetRange) -> None:
         super().__init__(span)
@@ -65,11 +65,11 @@ class RangePartition(InputPartition):
 
 
 class TopicSource(DataSource):
-    """Subclassed by :func:`register`, with what the driver's process knows."""
+    """The data source. :func:`register` makes a subclass with what the driver's process knows."""
 
     bootstrap: ClassVar[str | None] = None
     pushes: ClassVar[bool] = False
-    """Whether Spark hands over filters. A reader that could take them is an error when it does not."""
+    """True if Spark hands over filters. Spark refuses a reader that can take them when it does not."""
 
     @classmethod
     def name(cls) -> str:
@@ -77,7 +77,7 @@ class TopicSource(DataSource):
         return "keylane.topic"
 
     def schema(self) -> str:
-        """Spark's columns for Kafka. ``.schema(…)`` may name some of them: only those are made."""
+        """Spark's columns for Kafka. ``.schema(…)`` may select some of them: only those are produced."""
         headers = str(self.options.get("includeHeaders", "false")).lower() == "true"
         return f"{DDL}, {HEADERS_DDL}" if headers else DDL
 
@@ -93,14 +93,14 @@ class TopicSource(DataSource):
 
 
 class _TopicReading:
-    """What tables and streams share: a span becomes record batches."""
+    """What tables and streams share: turning a range into record batches."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         self._options = options
         self._rows = rows
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """On an executor: one span. The empty plan of a table that has no rows is a partition of nothing."""
+        """Read one range, on an executor. A table without rows has one partition that is empty."""
         if not isinstance(partition, RangePartition):
             return
         options, span = self._options, partition.span
@@ -126,14 +126,14 @@ class _TopicReading:
 
 
 class TopicReader(_TopicReading, DataSourceReader):
-    """A table: what lies between two edges when the query is planned."""
+    """A table: the messages between two bounds that are fixed when the query is planned."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         super().__init__(options, rows)
         self._narrowing = Narrowing()
 
     def partitions(self) -> Sequence[RangePartition]:
-        """Beside the driver. One for each topic's partition, or more: ``minPartitions``."""
+        """Plan the read, on the driver: a partition for each one of the topics, or more with ``minPartitions``."""
         options, extent = self._options, self._extent()
         places = extent.places()
         if not places:
@@ -163,17 +163,17 @@ class TopicReader(_TopicReading, DataSourceReader):
 
 
 class FilteringReader(TopicReader):
-    """A table whose query's filters are known beforehand: what they rule out is not even fetched."""
+    """A table whose query's filters are known beforehand: excluded ranges are not even fetched."""
 
     def pushFilters(self, filters: list[Filter]) -> list[Filter]:  # noqa: N802 - Spark's name
-        """Look at all of them, and leave all of them to Spark as well."""
+        """Note all filters, and leave all of them to Spark as well."""
         for given in filters:
             self._narrowing.add(given)
         return filters
 
 
 class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A stream. An offset is, as for Spark's own source, ``{"topic": {"0": 23}}``: where each partition goes on."""
+    """A stream. An offset is ``{"topic": {"0": 23}}``, as in Spark's own source: the next offset of each partition."""
 
     def __init__(self, options: TopicOptions, rows: Rows) -> None:
         super().__init__(options, rows)
@@ -181,7 +181,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         # Made in the planner's process, where they are used; never pickled.
         self._asked: OffsetResolver | None = None
         self._latest: dict[PartitionId, int] = {}
-        self._told: set[str] = set()  # topics that are gone, and were spoken of
+        self._told: set[str] = set()  # missing topics that were logged
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's names, here and below
         """``maxOffsetsPerTrigger``."""
@@ -189,19 +189,19 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Where a new query begins; one that goes on has its own in the checkpoint."""
+        """The start of a new query; a restarted one has its position in the checkpoint."""
         options, extent = self._options, self._connect()
         return _json(extent.resolve(options.starting, extent.places(), fail_on_loss=options.fail_on_loss))
 
     @wait_for_cluster
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Remember where the topics end now; nothing beyond is read."""
+        """Remember the current ends of the topics: nothing beyond them is read."""
         extent = self._connect()
         self._target = extent.latest(extent.places(strict=False))
 
     @wait_for_cluster
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Where the next micro-batch ends."""
+        """The end of the next micro-batch."""
         extent, begun = self._connect(), _places(start)
         ends = self._latest = extent.latest(extent.places(strict=False))
         if self._target is not None:
@@ -213,14 +213,14 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         return _json(ends)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """For the query's progress."""
+        """The ends of the topics, for the query's progress."""
         return _json(self._latest) if self._latest else None
 
     @wait_for_cluster
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[RangePartition]:
-        """The micro-batch between two offsets: the same again, whenever it is asked for."""
+        """The micro-batch between two offsets: always the same for the same offsets."""
         begun, ends = _places(start), _places(end)
-        # A partition that was added to a topic is new from its first message on.
+        # A partition that was added to a topic is read from its first message.
         starts = {place: begun.get(place, 0) for place in ends}
         wanted = {place: to for place, to in ends.items() if starts[place] < to}
         spans = self._connect().ranges(starts, wanted, fail_on_loss=self._options.fail_on_loss)
@@ -234,7 +234,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
     def _with_what_is_missing(
         self, begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int]
     ) -> dict[PartitionId, int]:
-        """A topic that is not there stays where it was, if that may be: it may come back."""
+        """Keep the position of a topic that is missing, if that is allowed: it may come back."""
         missing = {place: at for place, at in begun.items() if place not in ends}
         topics = {topic for topic, _ in missing}
         if topics and self._options.fail_on_loss:
@@ -250,7 +250,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
     def _with_what_is_new(
         self, begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int]
     ) -> dict[PartitionId, int]:
-        """A partition that ends before where reading stands was made anew: it is read from its beginning."""
+        """Read a partition from its beginning if it ends before the current position: it was created again."""
         behind = {place for place, end in ends.items() if end < begun.get(place, 0)}
         for topic, partition in sorted(behind):
             end, stood = ends[topic, partition], begun[topic, partition]
@@ -262,7 +262,7 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
 def _limited(
     begun: Mapping[PartitionId, int], ends: Mapping[PartitionId, int], most: int
 ) -> dict[PartitionId, int]:
-    """At most about so many offsets, of each partition in proportion to what it has; at least one."""
+    """Ends that cover about this many offsets, shared out in proportion to what each partition has; at least one."""
     sizes = {place: max(0, end - begun.get(place, 0)) for place, end in ends.items()}
     total = sum(sizes.values())
     if total <= most:
@@ -278,7 +278,7 @@ def _places(offset: Mapping[str, Mapping[str, int]]) -> dict[PartitionId, int]:
 
 
 def _json(places: Mapping[PartitionId, int]) -> dict[str, Any]:
-    """Always in the same order: Spark compares the text."""
+    """JSON that is always in the same order: Spark compares the text."""
     found: dict[str, Any] = {}
     for (topic, partition), at in sorted(places.items()):
         found.setdefault(topic, {})[str(partition)] = at

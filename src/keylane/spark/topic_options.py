@@ -48,13 +48,13 @@ class TopicOptions:
     ``assign``                       partitions: ``{"topic": [0, 2]}``
     ``startingOffsets``              ``earliest``, ``latest`` or ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest,
                                      -1 latest); by default a table begins at the earliest, a stream at the latest
-    ``startingTimestamp``,           the first message at or after so many milliseconds since 1970, for all
-    ``startingOffsetsByTimestamp``   partitions or each; ``startingOffsetsByTimestampStrategy`` says what it means
-                                     when there is none: ``error`` or ``latest``
+    ``startingTimestamp``,           the first message at or after this time in milliseconds since 1970, for all
+    ``startingOffsetsByTimestamp``   partitions or each; ``startingOffsetsByTimestampStrategy`` says what happens
+                                                                      if there is none: ``error`` or ``latest``
     ``endingOffsets`` …              the same for the end of a table; latest by default
-    ``minPartitions``                at least about so many Spark partitions
-    ``maxOffsetsPerTrigger``         of a stream: at most so many offsets in a micro-batch
-    ``failOnDataLoss``               whether it is an error that messages are gone; true
+    ``minPartitions``                at least about this many Spark partitions
+    ``maxOffsetsPerTrigger``         for a stream: at most this many offsets in a micro-batch
+    ``failOnDataLoss``               whether missing messages are an error; true
     ``includeHeaders``               whether there is a column ``headers``; false
     ``bootstrap``                    the broker's address; also ``kafka.bootstrap.servers``
     ``kafka.…``                      any setting of librdkafka; ``kafka.isolation.level`` is read_committed
@@ -89,7 +89,7 @@ class TopicOptions:
             raise SettingsError(
                 f"no broker address: set the option {BOOTSTRAP!r}, or KEYLANE_BOOTSTRAP before register(spark)"
             )
-        level = extra.pop(_ISOLATION, "read_committed")  # the consumer's, and nobody else's
+        level = extra.pop(_ISOLATION, "read_committed")  # only for the consumer
         if level not in ("read_committed", "read_uncommitted"):
             raise SettingsError(
                 f"option kafka.{_ISOLATION} must be read_committed or read_uncommitted, got {level!r}"

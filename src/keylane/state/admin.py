@@ -124,7 +124,7 @@ class AdminClient:
         assert identity is not None  # noqa: S101 - set above
         return ExpectedOrigin(app=self.app, source=identity.source)
 
-    # What there is.
+    # What the topic contains.
 
     def plan(self) -> dict[str, Any] | None:
         """The plan of the current or last epoch: ``run``, ``epoch``, ``at`` and ``tasks``; None before the first."""

@@ -161,7 +161,7 @@ def _order(
     left = producer.flush(timeout)
     if left or failed:
         raise BrokerError(
-            f"an order could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
+            f"the command could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Looks at a group again and again: its lag, how fast it moves, and what holds it up."""
+"""Measures a group repeatedly: its lag, how fast it moves, and what delays it."""
 
 from __future__ import annotations
 
@@ -27,81 +27,81 @@ if TYPE_CHECKING:
 
 
 STARTS_WITHIN_SECONDS = 60.0
-"""An app that was started less than this ago, and whose tasks have told nothing since, is starting."""
+"""An app started less than this ago, whose tasks have sent no telemetry since, counts as starting."""
 EPOCH_GAP_SECONDS = 3.0
-"""Seconds, and two intervals, for which nobody need speak between two epochs."""
+"""Time, plus two intervals, that may pass without telemetry between two epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionView:
-    """One partition of one look."""
+    """One partition in one measurement."""
 
     partition: int
     offsets: PartitionLag
     reached: int
-    """Below which everything is done, as far as is known: tasks may be ahead of the group's offset."""
+    """Everything below this offset is done, as far as is known: tasks may be ahead of the group's offset."""
     movement: LagMovement
-    """By what was reached."""
+    """The movement of ``reached``."""
     oldest: OldestPending | None
-    """The first message that is not done; None when there is none, or it could not be read."""
+    """The first message that is not done; None if there is none, or it could not be read."""
     pace: LagTrend
     blocked: LaneRecord | None
     """The blocked lane with the lowest offset."""
     retried: tuple[int, RetryState] | None
-    """The lowest offset with attempts that failed, and what is known of them."""
+    """The lowest offset with failed attempts, and their record."""
     work: WorkInProgress | None = None
-    """What the task says that owns it; None of an app without telemetry, or while none runs."""
+    """The owner's telemetry; None without telemetry, or while no task runs."""
     standing: float = 0.0
     """Seconds for which this process has seen no movement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagView:
-    """One look."""
+    """One measurement."""
 
     at: float
     partitions: tuple[PartitionView, ...]
     tasks: tuple[Snapshot, ...]
-    """Of an app with telemetry: the tasks that run."""
+    """For an app with telemetry: the tasks that run."""
     silent: float | None
-    """Seconds since the last record of an app that tells no more, though it did; None otherwise."""
+    """Seconds since the last record of an app that has stopped sending telemetry; None otherwise."""
     members: int | None = None
-    """Consumers in a group that is no app's; None of an app, or when it is not known."""
+    """Consumers in a group that belongs to no app; None for an app, or if unknown."""
     starting: float | None = None
-    """Seconds since an app was started whose tasks have told nothing yet; None otherwise."""
+    """Seconds since the start of an app whose tasks have sent no telemetry yet; None otherwise."""
     blocked: int = 0
     parked: int = 0
-    """Lanes that wait for an operator, of all partitions."""
+    """Parked lanes of all partitions, which wait for an operator."""
     dead: int = 0
-    """Dead letters of the epoch that runs, or ran last, parked messages among them."""
+    """Dead letters of the current or last epoch, including parked messages."""
     malformed: Mapping[str, int] = field(default_factory=dict)
     """Records of the state topic that could not be read, by kind."""
 
     @property
     def lag(self) -> int:
-        """Of all partitions."""
+        """The lag of all partitions."""
         return sum(one.offsets.lag for one in self.partitions)
 
     @property
     def hidden(self) -> int:
-        """Offsets of open transactions, of all partitions."""
+        """Offsets of open transactions in all partitions."""
         return sum(one.offsets.hidden for one in self.partitions)
 
     @property
     def movement(self) -> LagMovement:
-        """Of all partitions."""
+        """The movement of all partitions together."""
         return _sum([one.movement for one in self.partitions])
 
     @property
     def pace(self) -> LagTrend:
-        """Of the partition that is worst."""
+        """The trend of the worst partition."""
         return max(
             (one.pace for one in self.partitions), key=lambda pace: pace.severity, default=LagTrend.IDLE
         )
 
     @property
     def skewed(self) -> tuple[int, float] | None:
-        """The partition with most of the lag and its share, when that is at least half and twice its fair part."""
+        """The partition with most of the lag, and its share, if that is at least half and twice its fair part."""
         if self.lag < 100 or len(self.partitions) < 2:
             return None
         most = max(self.partitions, key=lambda one: one.offsets.lag)
@@ -117,21 +117,23 @@ class _Look:
 
 
 class LagMonitor:
-    """Of a group and a topic; with ``app`` also of what an app of the group's name tells. One thread uses it.
+    """Measures the lag of a group on a topic; with ``app`` it also reads the telemetry of that app. One thread uses it.
 
-    Rates are over the last ``over`` seconds, at least over the time between two looks. Raises BrokerError when there is
-    no answer.
+    Rates are over the last ``over`` seconds, and at least over the time between two measurements. Raises BrokerError
+    when no broker answers.
     """
 
     def __init__(
         self, settings: KafkaSettings, group: str, topic: str, *, app: bool = True, over: float = 3.0
     ) -> None:
-        # What another program's consumers see is not known: their lag counts to the end of the log, as elsewhere.
+        # What other programs' consumers see is not known, so their lag counts to the end of the log, as in other tools.
         self._meter = LagMeter(settings, group, topic, committed=app and settings.reads_committed(""))
         self._heads = OldestPendingReader(settings, topic)
         self._over = over
         self._before: deque[_Look] = deque()
-        self._stood: dict[int, tuple[int, float]] = {}  # what was reached, and when that was first seen
+        self._stood: dict[
+            int, tuple[int, float]
+        ] = {}  # ``reached``, and when it was first seen with that value
         self._is_app = app
         self._operator: AdminClient | None = None
         self._records: TelemetryLog | None = None
@@ -145,7 +147,7 @@ class LagMonitor:
             self._records = TelemetryLog(settings, group)
 
     def close(self) -> None:
-        """Let go of all clients."""
+        """Close all clients."""
         self._heads.close()
         if self._operator is not None:
             self._operator.close()
@@ -153,7 +155,7 @@ class LagMonitor:
             self._records.close()
 
     def look(self) -> LagView | None:
-        """What has happened since; None for the first time, when there is nothing to compare with."""
+        """Measure now; None the first time, because there is nothing to compare with."""
         if self._records is not None:
             self._totals.take(self._records.catch_up(1.0))
         offsets, now = self._meter.partitions(), time.monotonic()
@@ -168,9 +170,9 @@ class LagMonitor:
         return None if len(before) < 2 else self._view(before[0], before[-1])
 
     def _reached(self, offsets: Mapping[int, PartitionLag]) -> dict[int, int]:
-        """Below which everything is done: the group's offset, or what tasks tell, who commit it later.
+        """Return the offsets below which everything is done: the group's, or those in telemetry, which are ahead of it.
 
-        With ``commit="epoch"`` that is minutes later, and the group seems to stand still meanwhile.
+        With ``commit="epoch"`` tasks are minutes ahead, and the group's own offset does not move meanwhile.
         """
         marks: dict[int, list[int]] = {}
         for task in self._totals.running(time.time()):
@@ -201,7 +203,7 @@ class LagMonitor:
         movements = {}
         for partition, one in offsets.items():
             at = look.reached[partition]
-            earlier = was.offsets.get(partition, one)  # it was added meanwhile
+            earlier = was.offsets.get(partition, one)  # a partition that was added in the meantime
             movements[partition] = LagMovement(
                 seconds=max(look.at - was.at, 1e-3),
                 came=one.end - earlier.end,
@@ -253,7 +255,7 @@ class LagMonitor:
         )
 
     def _starting(self, wall: float) -> float | None:
-        """Seconds since a run took the app over whose tasks have told nothing yet; None for any other."""
+        """Seconds since a run took the app over, if its tasks have sent no telemetry yet; otherwise None."""
         started = None if self._operator is None or self._records is None else self._operator.started()
         if started is None or started < self._totals.last_at:
             return None
@@ -261,7 +263,7 @@ class LagMonitor:
         return ago if ago < STARTS_WITHIN_SECONDS else None
 
     def _dead(self) -> int:
-        """Of the newest epoch; every task's last word counts, also of those that have ended."""
+        """Dead letters of the newest epoch, by the last record of each of its tasks, also of those that have ended."""
         last = self._totals.latest
         if last is None:
             return 0

@@ -79,7 +79,7 @@ class Snapshot:
     epoch: int
     task: int
     plan: int
-    """The number of the order by which the epoch was planned; 0 before there was one."""
+    """The number of the replan command that led to the epoch's plan; 0 if there was none."""
     order: str
     """The app's: ``key``, ``partition``, ``global`` or ``none``."""
     owner: str

@@ -1,4 +1,4 @@
-"""The attempts of messages that will run again, as the state topic holds them."""
+"""The records of retry attempts in the state topic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Attempts = dict[int, dict[int, "RetryState"]]
 
 
 class AttemptRecords(Contributor):
-    """One record per partition, written when it has changed. ``written`` is what the state topic says."""
+    """One record per partition, written when it has changed. ``written`` is what the state topic contains."""
 
     def __init__(
         self, slots: Mapping[int, Slots], written: Attempts, current: Callable[[], Attempts]
@@ -41,7 +41,7 @@ class AttemptRecords(Contributor):
                 self._changed[partition] = now
 
     def committed(self) -> None:
-        """The state topic says so."""
+        """The records are durable."""
         self._written |= self._changed
         self._changed = {}
 

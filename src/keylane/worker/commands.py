@@ -1,6 +1,6 @@
-"""Carries out what operators order, in the task that owns the lane: release, skip, redrive, cancel.
+"""Carries out operators' commands in the task that owns the lane: release, skip, redrive, reset, cancel.
 
-One task decides about an order and about what cancels it, so there is one answer to which of them came first.
+One task decides about a command and about its cancellation, so it is always clear which of them came first.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.task")
 
 _REDRIVEN_AT_ONCE_MESSAGES = 1000
-"""Letters that are redriven at once, at most: they are held in memory."""
+"""Dead letters redriven at once, at most: they are held in memory."""
 _RETRY_SECONDS = 5.0
 
 
 class CommandExecutor(Contributor):
-    """One task's. Used on its loop's thread.
+    """Executes commands for one task. Used on its loop's thread.
 
-    ``redriven`` are the letters that were redriven, by partition, as the state topic says. ``cuts`` are the task's
-    slots of partitions that are shared out. ``commit`` commits what was written so far, ``source`` is the source as it
-    is now.
+    ``redriven`` are the dead letters already redriven, by partition, from the state topic. ``cuts`` are the task's
+    slots of shared partitions. ``commit`` commits what was written so far, ``source`` is the identity of the current
+    source topic.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class CommandExecutor(Contributor):
         self._commit = commit
         self._plan = plan
         self._redriver = Redriver(engine)
-        self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
-        self._changed: set[int] = set()  # partitions whose redriven letters are not written down
-        self._pending: dict[str, Command] = {}  # to redrive, by id
-        self._running: set[str] = set()  # ids of those that have begun
-        self._cancels: dict[str, Command] = {}  # of those that have begun, by the id of what is cancelled
+        self._redriven = dict(redriven)  # a copy: the state's own follows the topic, which lags behind
+        self._changed: set[int] = set()  # partitions whose redriven letters are not recorded yet
+        self._pending: dict[str, Command] = {}  # redrives by id
+        self._running: set[str] = set()  # ids of redrives that have begun
+        self._cancels: dict[str, Command] = {}  # cancels of running redrives, by the id of the redrive
         self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
         self._awake = asyncio.Event()
         self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
         self.redriven_versions: Callable[[], list[StateRecord]] = list
-        """Records that must be in the transaction which says what letters were redriven."""
+        """Returns records for the transaction that records redriven letters."""
 
     def take(self, commands: Iterable[Command]) -> None:
-        """Carry out orders that have come in, or begin to. What is cancelled among them is not begun."""
+        """Carry out or start new commands. A command that is cancelled by another one among them is not started."""
         fresh = {command.id: command for command in commands}
         for cancel in [command for command in fresh.values() if command.do == "cancel"]:
             del fresh[cancel.id]
@@ -113,7 +113,7 @@ class CommandExecutor(Contributor):
     def _take_stop(self, command: Command) -> None:
         stops = self._engine.stopped_lanes
         act = stops.release if command.do == "release" else stops.skip
-        assert command.offset is not None  # noqa: S101 - an order to release or to skip names its message
+        assert command.offset is not None  # noqa: S101 - release and skip name their message
         lane = command.key if command.key is not None else (command.partition, command.offset)
         problem = act(lane, command.partition, command.offset)
         log.warning(
@@ -158,12 +158,12 @@ class CommandExecutor(Contributor):
         self._awake.set()
 
     def _cancel(self, cancel: Command, fresh: Command | None) -> None:
-        """Withdraw an order: one that has just come in (``fresh``), or one to redrive that has not ended."""
+        """Withdraw a command: one that has just come in (``fresh``), or a redrive that has not ended."""
         command = fresh or self._pending.get(cancel.withdraws)
         if command is None or command.id in self._cancels:
             why = "nothing to do: the order was carried out or cancelled before"
             self._answer(cancel, ok=False, why=why)
-        elif command.id in self._running:  # what of it runs ends first
+        elif command.id in self._running:  # its running messages end first
             self._cancels[command.id] = cancel
             lane = self._lane(command)
             if lane is not None:
@@ -182,11 +182,11 @@ class CommandExecutor(Contributor):
         self._answer(cancel, ok=True, why="done")
 
     def _is_wanted(self, lane: bytes) -> bool:
-        """Whether another order is to redrive this lane."""
+        """True if another command redrives this lane."""
         return lane in map(self._lane, self._pending.values())
 
     def _reset(self, command: Command) -> str | None:
-        """Set the versions of an entity as the order says; what is wrong with it, or None."""
+        """Set the versions of an entity; returns the problem, or None."""
         versions = self._engine.versions
         if versions is None or command.key is None:
             return "the app has no versions (App(versions=…))"
@@ -196,7 +196,7 @@ class CommandExecutor(Contributor):
         return None
 
     def _elsewhere(self, command: Command) -> int | None:
-        """The partition where new messages of the order's key come, when that is another task's."""
+        """Return the partition of new messages of the command's key if another task owns it."""
         key, plan = command.key, self._plan
         if key is None or not self._app.order.by_key:
             return None
@@ -212,7 +212,7 @@ class CommandExecutor(Contributor):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be redriven."""
+        """True if there is nothing to redrive."""
         return not self._pending
 
     def done(self, delivery: Delivery) -> None:
@@ -224,21 +224,21 @@ class CommandExecutor(Contributor):
         self._redriver.done(delivery)
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add which letters were redriven, where that has changed."""
+        """Add which letters were redriven, if that has changed."""
         self._collected = self._take_changed()
         batch.notes.extend(self._records(self._collected))
 
     def committed(self) -> None:
-        """The state topic says so."""
+        """The redriven letters in the batch are recorded."""
         self._collected = set()
 
     def aborted(self) -> None:
-        """The next batch says it."""
+        """Add them to the next batch again."""
         self._changed |= self._collected
         self._collected = set()
 
     def _note_redriven(self) -> None:
-        """The same in the transaction that is open: the answers that follow say that it was done."""
+        """Put the redriven letters into the open transaction: the answers that follow say that they ran."""
         changed = self._take_changed()
 
         def written(problem: str | None) -> None:
@@ -249,7 +249,7 @@ class CommandExecutor(Contributor):
             self._output.note(partition, name, value, written)
 
     def _take_changed(self) -> set[int]:
-        if self._app.commit == "epoch":  # it is proposed with the epoch's progress
+        if self._app.commit == "epoch":  # proposed with the epoch's progress
             return set()
         changed, self._changed = self._changed, set()
         return changed
@@ -262,17 +262,17 @@ class CommandExecutor(Contributor):
         return [*self.redriven_versions(), *records] if records else []
 
     def redriven(self, partition: int) -> str:
-        """Which letters were redriven, as text."""
+        """Return the redriven letters as text."""
         found = self._redriven.get(partition)
         return "" if found is None else found.encode().decode()
 
     def answers(self, partition: int) -> tuple[tuple[str, str | None], ...]:
-        """What came of redrives, and that their orders no longer stand: records that count with the epoch."""
+        """Results of redrives, and the removal of their commands: records that count with the epoch."""
         found = self._answers.get(partition, {})
         return tuple((name.hex(), None if value is None else value.decode()) for name, value in found.items())
 
     async def run(self) -> None:
-        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
+        """Redrive as commanded, until cancelled. An interrupted command stays, and the next task continues it."""
         while True:
             await self._awake.wait()
             self._awake.clear()
@@ -283,7 +283,7 @@ class CommandExecutor(Contributor):
                 for command in self._pending.values():
                     if command.partition == partition:
                         commands.setdefault(command.key, command)
-                if not commands:  # all of them were cancelled
+                if not commands:  # all were cancelled
                     continue
                 self._running = {command.id for command in commands.values()}
                 wait = 0.0
@@ -321,7 +321,9 @@ class CommandExecutor(Contributor):
                 if by_key[letter.key].id in self._cancels:
                     continue
                 if stops.is_over(self._engine.lane_key(letter.key, partition)):
-                    counts[letter.key][Outcome.PARKED] += 1  # one before it failed again: it stays as it is
+                    counts[letter.key][Outcome.PARKED] += (
+                        1  # an earlier one failed again: this one stays a dead letter
+                    )
                 else:
                     found.append(
                         RedriveItem(
@@ -353,10 +355,10 @@ class CommandExecutor(Contributor):
         by_key: dict[bytes | None, Command],
         repeats: SeenDeadLetters,
     ) -> Iterator[DeadLetter]:
-        """The letters to redrive, and those that were redriven before: letters with their ids may be left to run.
+        """Yield the letters to redrive, and those redriven before: messages with their ids need not run again.
 
-        One that stands there again, redriven or not, is not another one. Those about the source as it was before only
-        when the order names them.
+        A copy of a letter, redriven or not, counts as the same letter. Letters about an earlier source topic are
+        included only if the command names them.
         """
         redriven = self._redriven.setdefault(partition, OffsetRuns())
         chosen = {
@@ -393,7 +395,7 @@ class CommandExecutor(Contributor):
     ) -> None:
         answer = CommandAnswer(ok=ok, why=why, counts=counts, owner=self._owner, at=self._wall())
         audit, value = audit_name(command.id, done=True), answer.encode()
-        if counts is not None and self._app.commit == "epoch":  # it counts with the epoch, as its rows do
+        if counts is not None and self._app.commit == "epoch":  # it counts with the epoch, like its rows
             self._answers.setdefault(command.partition, {}).update({audit: value, command.name: None})
             return
         self._output.note(command.partition, audit, value, _unheard)

@@ -1,7 +1,7 @@
 """The commit: one transaction that several contributors fill.
 
-A contributor adds what it has to write, and hears afterwards whether the transaction was committed. So everything that
-belongs to a task's progress is committed with it, or is in the next transaction.
+A contributor adds its records and offsets, and is told afterwards whether the transaction was committed. So everything
+that belongs to a task's progress is committed with it, or is in the next transaction.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TopicRecord = tuple[str, bytes | None, bytes | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitBatch:
-    """What one transaction contains besides the records that were put into it before. Contributors add to it."""
+    """The content of one transaction, in addition to the records put into it before. Contributors add to it."""
 
     last: bool = False
-    """Whether this is the task's last commit."""
+    """True for the task's last commit."""
     room: int
-    """Characters that a large record of the state topic may have."""
+    """Size limit for a large record of the state topic, in characters."""
     offsets: list[TopicPartition] = field(default_factory=list)
     """Offsets of the app's group."""
     notes: list[StateRecord] = field(default_factory=list)
@@ -42,31 +42,31 @@ class CommitBatch:
 
 
 class Contributor(Protocol):
-    """Adds to every commit. All three are called on the loop's thread and must not block.
+    """Adds to every commit. All three methods are called on the loop's thread and must not block.
 
-    After :meth:`collect` exactly one of the others is called, also when it raised. Only when the loop ends during the
-    commit is none called: then nobody knows what came of it.
+    After :meth:`collect` exactly one of the others is called, even if it raised. Neither is called if the loop ends
+    during the commit: then its result is unknown.
     """
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add what is to be written now."""
+        """Add what has to be written now."""
 
     def committed(self) -> None:
-        """The transaction was committed: what was added is durable."""
+        """The transaction was committed: the additions are durable."""
 
     def aborted(self) -> None:
-        """Nothing of the transaction was written: the next :meth:`collect` must add it again, or what replaced it."""
+        """Nothing was written: the next :meth:`collect` must add the same again, or what has replaced it."""
 
 
 class BatchWriter(Protocol):
-    """What :func:`commit` asks of :class:`~keylane.kafka.transactional_writer.TransactionalWriter`."""
+    """The part of :class:`~keylane.kafka.transactional_writer.TransactionalWriter` that :func:`commit` uses."""
 
     @property
     def room(self) -> int:
-        """Characters that a large record of the state topic may have."""
+        """Size limit for a large record of the state topic, in characters."""
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
-        """While it is held, nobody else commits."""
+        """Lock out other commits."""
 
     async def commit_with(
         self,
@@ -74,14 +74,14 @@ class BatchWriter(Protocol):
         state_records: Sequence[StateRecord],
         records: Sequence[TopicRecord],
     ) -> None:
-        """Commit these and what was put before."""
+        """Commit these records with those that were put before."""
 
 
 async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False) -> None:
-    """Collect from all contributors in their order, commit, and tell all of them in the same order.
+    """Collect from all contributors in their order, commit, and notify them in the same order.
 
-    Nothing else runs on the loop between the first ``collect`` and the moment from which on records wait for the next
-    transaction: what is done by then is in this one. Raises AbortedError, FencedError, and what a contributor raised.
+    Nothing else runs on the loop from the first ``collect`` until new records wait for the next transaction: whatever
+    is done before that is in this one. Raises AbortedError, FencedError, and what a contributor raised.
     """
     async with writer.exclusive():
         batch = CommitBatch(last=last, room=writer.room)
@@ -91,7 +91,7 @@ async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, la
                 asked.append(contributor)
                 contributor.collect(batch)
             await writer.commit_with(batch.offsets, batch.notes, batch.records)
-        except Exception:  # not when the loop ends: then the commit goes on in its thread
+        except Exception:  # not when the loop ends: then the commit continues in its thread
             _tell([contributor.aborted for contributor in asked])
             raise
         _tell([contributor.committed for contributor in asked])

@@ -113,7 +113,7 @@ class CommitLoop:
         await asyncio.shield(self._committing)
 
     async def commit_last(self, last: Contributor, *, shared: Sequence[int], failed: bool) -> None:
-        """Commit once more at the end, with ``last``.
+        """Commit for the last time, with ``last``.
 
         The leader of the owners of a ``shared`` partition waits for the others first. After a failure the commit may
         fail too: then the messages run again.

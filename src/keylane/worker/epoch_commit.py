@@ -1,4 +1,4 @@
-"""For apps with ``commit="epoch"``: what tasks have proposed becomes progress when Spark has committed the epoch."""
+"""For apps with ``commit="epoch"``: turns what tasks have proposed into progress when Spark has committed the epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EpochCommitter:
-    """The planner's. Its transactional id is the run's: another run that takes over fences it."""
+    """Commits for the planner. Its transactional id is the run's: another run that takes over fences it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EpochCommitter:
         notes: list[StateRecord] = []
         for partition, proposal in state.proposals.items():
             if proposal.epoch != epoch:
-                continue  # of an epoch that Spark has not committed, or that counts already
+                continue  # of an epoch that Spark has not committed, or that was committed before
             text = proposal.text or NOTHING
             if len(stamp(text, self.identity.source)) > METADATA_BYTES_MAX:
                 notes.append((partition, PROGRESS, f"{proposal.watermark} {text}".encode()))
@@ -66,7 +66,7 @@ class EpochCommitter:
                 (partition, bytes.fromhex(name), None if value is None else value.encode())
                 for name, value in proposal.notes
             ]
-            # Ranges were written by an app that committed as it went: they would count more than this.
+            # Ranges were written by an app that committed continuously: they would take precedence over this.
             notes += [
                 (partition, RANGE + str(slots).encode(), None)
                 for slots in state.range_progresses.get(partition, ())
@@ -78,7 +78,7 @@ class EpochCommitter:
         self._settled = epoch
 
     def close(self) -> None:
-        """Let go of the clients."""
+        """Close the clients."""
         if self._producer is not None:
             discard(self._producer)
         if self._state is not None:
@@ -87,7 +87,7 @@ class EpochCommitter:
     def _read(self) -> StateTopic:
         """The state topic as it is now."""
         if self._producer is None:
-            # First this, then the look at who owns the app: from here on another run cannot come in between.
+            # Create the producer before checking who owns the app: after that no other run can come in between.
             self._producer = transactional_producer(self._settings, f"{self._app}.run")
             consumer = self._settings.consumer(self._app)
             self._group = consumer.consumer_group_metadata()
@@ -106,7 +106,7 @@ class EpochCommitter:
             self._state.restore()
         ends = self._cluster.ends(self._topic, partitions)
         if not self._state.read_through({p: end - 1 for p, end in ends.items()}, 3 * REQUEST_SECONDS):
-            raise BrokerError(f"topic {self._topic!r} gives no answer; the epoch's progress is not known")
+            raise BrokerError(f"topic {self._topic!r} gives no answer; the epoch's progress is unknown")
         if self._state.successor is not None:
             raise TakenOverError(f"app {self._app!r} was taken over by another run; this one has ended")
         return self._state
@@ -122,9 +122,9 @@ class EpochCommitter:
             self._producer.commit_transaction(3 * REQUEST_SECONDS)
         except KafkaException as error:
             discard(self._producer)
-            self._producer = None  # whatever was begun is aborted by the next one
+            self._producer = None  # the next one aborts what this one began
             if is_fenced(error):
                 raise TakenOverError(
                     f"app {self._app!r} was taken over by another run; this one has ended"
                 ) from error
-            raise BrokerError(f"the epoch's progress was not taken: {error.args[0].str()}") from error
+            raise BrokerError(f"the epoch's progress was refused: {error.args[0].str()}") from error

@@ -23,11 +23,11 @@ _LOAD_SAMPLE_MESSAGES = 16
 
 
 class HeldMessages:
-    """The one place that counts what was accepted and what is done, for every partition of a task.
+    """Counts the accepted and the finished messages of every partition of a task, in one place.
 
-    A message that is done moves its partition's watermark and makes room for the fetcher. These are two moments with
-    ``exactly_once``: there is room only when the transaction is committed. An evicted message makes room at once, and
-    takes it again when it is fetched again; its offset is pending all the time.
+    A message that is done moves its partition's watermark and makes room for the fetcher. With ``exactly_once`` these
+    are two moments: there is room only when the transaction is committed. An evicted message makes room at once, and
+    takes it again when it is fetched again; its offset stays pending.
 
     Used on the loop. The fetcher's thread reads ``done``, ``bytes_done`` and ``evicted`` of the flows.
     """
@@ -42,7 +42,7 @@ class HeldMessages:
     ) -> None:
         self._flows = flows
         self._watermarks = watermarks
-        self._restored = restored  # the watermarks when the task began
+        self._restored = restored  # the watermarks when the task started
         self._slot_of = slot_of
         self.load: dict[int, list[int]] = {p: [0] * BUCKETS for p in flows}
         """Messages accepted, by partition and bucket of its ring; a sample, extrapolated."""
@@ -71,7 +71,7 @@ class HeldMessages:
                 self._watermarks[partition].reach(end)
 
     def _unfinished(self, engine: Engine, partition: int, group: list[Record]) -> list[Record]:
-        """The messages that are not done. Of the others the engine notes the event ids."""
+        """Return the messages that are not done, and tell the engine the event ids of the others."""
         watermark, restored = self._watermarks[partition], self._restored[partition]
         wanted: list[Record] = []
         done: list[Record] = []
@@ -83,7 +83,7 @@ class HeldMessages:
         return wanted
 
     def _skip(self, partition: int, count: int, size: int) -> None:
-        """These were fetched and never accepted."""
+        """Count messages that were fetched and never accepted."""
         flow = self._flows[partition]
         flow.done += count
         flow.bytes_done += size
@@ -94,14 +94,14 @@ class HeldMessages:
             load[self._slot_of(record.key(), record.offset()) // BUCKET] += _LOAD_SAMPLE_MESSAGES
 
     def evicted(self, partition: int, count: int, size: int) -> None:
-        """Lanes keep only the offsets of these messages; negative numbers: they were fetched again."""
+        """Count messages of which lanes keep only the offsets; negative numbers: they were fetched again."""
         flow = self._flows[partition]
         flow.done += count
         flow.evicted += count
         flow.bytes_done += size
 
     def lost(self, partition: int, offsets: Collection[int]) -> None:
-        """Evicted messages that are no longer in the log."""
+        """These evicted messages are no longer in the log."""
         self._watermarks[partition].done(offsets)
         self._flows[partition].done += len(offsets)
 

@@ -1,4 +1,4 @@
-"""What a task's last commit says besides its progress."""
+"""Records that only a task's last commit contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LastRecords(Contributor):
-    """For the planner, or a task that tries again. ``load`` is what was read, by partition and bucket of slots.
+    """Records for the planner, or for a task that tries again. ``load`` is what was read, by partition and bucket.
 
     ``ownership`` is released with the commit; None keeps it. ``finished``: everything below the plan's ``until`` was
     read, and is done or waits in a stopped lane. An epoch that ends earlier leaves messages to the next one.
@@ -41,7 +41,7 @@ class LastRecords(Contributor):
         self._finished = finished
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add the load, why the task has ended, and the release of its partitions."""
+        """Add the load, the reason for the task's end, and the release of its partitions."""
         plan, engine = self._plan, self._engine
         for partition, slots in plan.slots.items():
             load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
@@ -60,7 +60,7 @@ class LastRecords(Contributor):
             batch.notes.extend(self._ownership.release())
 
     def committed(self) -> None:
-        """Nothing follows."""
+        """Do nothing: no commit follows."""
 
     def aborted(self) -> None:
         """Nothing to do: the same records are collected again."""

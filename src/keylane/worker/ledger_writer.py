@@ -1,4 +1,4 @@
-"""Writes a task's ledger: with the progress that it proves, in the same transaction."""
+"""Writes a task's ledger in the transaction that commits the progress it proves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from keylane.worker.commit import CommitBatch
 
 _UNTRIED = (Outcome.SKIPPED, Outcome.PARKED, Outcome.DUPLICATE, Outcome.STALE)
-"""Done without an attempt that says so."""
+"""Outcomes without an attempt that the ledger could record."""
 _lives = itertools.count(1)
 
 
 class LedgerWriter(Contributor):
-    """The observer of an app that keeps a ledger; passes on what it is told. Used on the task's loop.
+    """The observer of an app that keeps a ledger; calls the app's own observer too. Used on the task's loop.
 
-    Records wait here until a transaction collects its progress: every message that is done by then has its record in
-    it, or in an earlier one. A process that is killed leaves no trace of what it did since; that runs again.
+    Records wait here until a transaction collects its progress. Every message that is done by then has its record in
+    that transaction, or in an earlier one. What a killed process did since then leaves no record, and runs again.
     """
 
     def __init__(self, app: AppSpec, rule: Ledger, owner: str) -> None:
@@ -38,20 +38,20 @@ class LedgerWriter(Contributor):
         self._rule = rule
         self._owner = owner
         self._life = f"{os.getpid()}.{next(_lives)}"
-        self._clock = time.time_ns() - time.monotonic_ns()  # not set back while this lives
+        self._clock = time.time_ns() - time.monotonic_ns()  # fixed, so that time never goes back
         self._open: dict[tuple[int, int], int] = {}
         self._waiting: list[tuple[bytes | None, bytes]] = []
-        self._given: list[tuple[bytes | None, bytes]] = []  # in a transaction that is not committed
+        self._given: list[tuple[bytes | None, bytes]] = []  # collected, but not committed yet
 
     def started(self, message: Message, attempt: int) -> None:
-        """An attempt begins."""
+        """Record the start of an attempt."""
         if self._rule.records(message.key, message.offset):
             self._open[message.partition, message.offset] = self._now()
         if self._then is not None:
             self._then.started(message, attempt)
 
     def ended(self, message: Message, attempt: int, outcome: str) -> None:
-        """It is over."""
+        """Record its end."""
         started = self._open.pop((message.partition, message.offset), None)
         if started is not None:
             self._add(message, attempt, started, outcome)
@@ -59,23 +59,23 @@ class LedgerWriter(Contributor):
             self._then.ended(message, attempt, outcome)
 
     def done(self, deliveries: Iterable[Delivery]) -> None:
-        """Those that are done without an attempt of their own are recorded too."""
+        """Record those that are done without an attempt of their own."""
         for delivery in deliveries:
             if delivery.outcome in _UNTRIED and self._rule.records(delivery.key, delivery.offset):
                 self._add(delivery, 0, self._now(), delivery.outcome.value)
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add what waits: it proves the progress in the same batch."""
+        """Add the waiting records: they prove the progress in the same batch."""
         waiting, self._waiting = self._waiting, []
         batch.records.extend((self._topic, value, key) for key, value in waiting)
         self._given += waiting
 
     def committed(self) -> None:
-        """The ledger has them."""
+        """The records are durable."""
         self._given = []
 
     def aborted(self) -> None:
-        """They wait for the next transaction."""
+        """Keep the records for the next transaction."""
         self._waiting[:0] = self._given
         self._given = []
 

@@ -1,4 +1,4 @@
-"""The producer: results to the sink, records to the state topic."""
+"""The task's output: results to the sink, records to the state topic."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ LAST_REPORTS_SECONDS = 2.0
 BUSY_LOOP_LANES = 64
 """Ready lanes. When more of them wait, the event loop is the bottleneck."""
 _GATHER_SECONDS_MAX = 0.05
-"""Seconds for which results are gathered then, before the client's own."""
+"""How long results are gathered while the loop is the bottleneck, in addition to the client's own linger."""
 _REVIEW_INTERVAL_SECONDS = 0.2
 _NO_LIMIT_MS = 1 << 61
 CLOCKS_APART_MS = 60_000
-"""A result whose time is beyond what the sink allows by less than this is left to the broker to judge."""
+"""A result whose time exceeds the sink's limit by less than this is sent, and the broker decides."""
 
 
 class _AllAcknowledged:
-    """The delivery report of several results of one message, which is told when all of them are durable."""
+    """The delivery report of several results of one message: acknowledges it when all of them are durable."""
 
     __slots__ = ("_delivery", "_left")
 
@@ -57,7 +57,7 @@ class _AllAcknowledged:
 
 
 class _Rejected:
-    """The report of a result in a transaction, which is a batch of its own."""
+    """The delivery report of a result in a transaction that is a batch of its own."""
 
     __slots__ = ("_position", "_rejections", "_sink")
 
@@ -72,7 +72,7 @@ class _Rejected:
 
 
 class _Alone:
-    """A message whose results are sent one by one. Its lane waits."""
+    """A message whose results are sent one at a time. Its lane waits."""
 
     __slots__ = ("delivery", "records")
 
@@ -82,23 +82,23 @@ class _Alone:
 
 
 class KafkaOutput:
-    """An :class:`~keylane.engine.engine.Output`. Key, headers and timestamp go over as they came.
+    """An :class:`~keylane.engine.engine.Output`. Results keep the key, headers and timestamp of their message.
 
-    ``stamps``: the sink gives records a time of its own, so the origin's goes into a header.
+    ``stamps``: the sink gives records a timestamp of its own, so the original time goes into a header.
 
-    With ``delivery="at_least_once"`` results go through the seat's idempotent producer, whose delivery reports call
-    the deliveries, and records through the scribe's next transaction. With ``"exactly_once"`` everything goes into the
-    open transaction and counts at once, for what follows is in it too or in a later one; should it be aborted, the
-    task begins again from what was committed last.
+    With ``delivery="at_least_once"`` results go through the session's idempotent producer, whose delivery reports call
+    the deliveries, and records go into the next transaction of the transactional writer. With ``"exactly_once"``
+    everything goes into the open transaction and counts at once, because whatever follows is in it too or in a later
+    one. If it is aborted, the task begins again from the last commit.
 
-    A request holds results of one partition, and costs the broker much more than one more result in it. So while lanes
-    queue for the loop, in a drain or where handlers compute, and while the task is far behind, results are gathered for
-    up to 50 ms: those messages have waited longer than that, and the lanes go on meanwhile.
+    A request contains results of one partition, and costs the broker much more than one more result in it. So while
+    lanes queue for the loop, and while the task is far behind, results are gathered for up to 50 ms: those messages
+    have waited longer than that already, and the lanes continue meanwhile.
 
-    A result that the sink rejects fails as if its message's last stage had raised Poison. What the topic's settings say
-    is known before it is sent. Otherwise the client writes nothing that follows (``enable.gapless.guarantee``), the
-    task begins again, and sends the results that were in the rejected batch alone: each when what came before it in its
-    lane is durable, while its lane waits for the answer (``rejections``).
+    A result that the sink rejects fails as if its message's last stage had raised Poison. The limits in the topic's
+    settings are checked before sending. For any other rejection the client writes nothing more
+    (``enable.gapless.guarantee``), and the task begins again. It then sends the results of the rejected batch alone:
+    each when everything before it in its lane is durable, while its lane waits for the answer (``rejections``).
 
     Used on the loop's thread only; :meth:`poll` serves the reports.
     """
@@ -123,26 +123,26 @@ class KafkaOutput:
         self._prefix = result_id_prefix(app.name)
         self._short = RESULT_ID_BYTES_MAX - len(self._prefix)
         self._limit = limit - RECORD_OVERHEAD_BYTES
-        # The client looks at the size of what is in no transaction, headers included.
+        # The client checks the size of records outside transactions, with their headers.
         self._unchecked = -1 if self._exact else self._limit - 1024
         self._rules = worker_session.rules(self._sink)
-        self._oldest, self._newest = self._times()  # times that need no closer look
+        self._oldest, self._newest = self._times()  # timestamps between these need no check
         self._rejections = rejections or Rejections()
-        self._alone: list[_Alone] = []  # that wait for what is before them
+        self._alone: list[_Alone] = []  # waiting for the messages before them
         self._closed = False
         self._gathers = False
         self._direct = not self._is_careful()
-        self._gathered: list[tuple[Any, ...]] = []  # as the client's produce takes them
-        self._first = 0.0  # when the first of them came
-        self._timer: asyncio.TimerHandle | None = None  # lets them go
+        self._gathered: list[tuple[Any, ...]] = []  # arguments of the client's produce()
+        self._first = 0.0  # when the oldest of them was gathered
+        self._timer: asyncio.TimerHandle | None = None  # sends them
         self._loop = asyncio.get_running_loop()
         self._looked = time.monotonic()
-        self._least = 0  # lanes that waited for their turn, at every look since
+        self._least = 0  # the least lanes that were waiting for the loop, at any review since
         self._origin = stamps if app.origin_time is None else app.origin_time
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Raises :class:`Poison` when the value is larger than the sink takes."""
-        if not self._sink:  # it goes to Spark's sink, with the outcome
+        """Send the result. Raises :class:`Poison` when the value is larger than the sink takes."""
+        if not self._sink:  # it goes to Spark's sink with the outcome
             delivery.value = value
             delivery.engine.acknowledge(delivery)
             return
@@ -164,7 +164,7 @@ class KafkaOutput:
             self._put(delivery, value, headers)
             delivery.engine.acknowledge(delivery)
         else:
-            # By place (…, partition, callback, on_delivery, timestamp, headers): the hot path.
+            # Positional (…, partition, callback, on_delivery, timestamp, headers), because this is the hot path.
             record = (self._sink, value, delivery.key, ANY_PARTITION, delivery, None, stamp, headers)
             if self._direct:
                 self._give(self._producer, (record,), delivery.engine)
@@ -172,7 +172,7 @@ class KafkaOutput:
                 self._hold(self._producer, delivery, (record,))
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """Raises :class:`Poison` when one of them is larger than the sink takes; then none is written."""
+        """Send all results of a message. Raises :class:`Poison` when one is too large for the sink: none is sent."""
         if not self._sink:
             if len(values) > 1:
                 raise Poison(
@@ -212,7 +212,7 @@ class KafkaOutput:
             )
 
     def _check_time(self, stamp: int) -> None:
-        """Raises :class:`Poison` when the sink takes no results of this time, beyond doubt about clocks."""
+        """Raises :class:`Poison` when the sink takes no results of this time, allowing for clocks that differ."""
         rules = self._rules
         self._oldest, self._newest = self._times()
         for name, limit, over in (
@@ -226,7 +226,7 @@ class KafkaOutput:
                 )
 
     def _times(self) -> tuple[int, int]:
-        """The oldest and the newest time of a record that the sink takes now, in milliseconds."""
+        """The oldest and the newest timestamp that the sink takes now, in milliseconds."""
         now = int(time.time() * 1000)
         before, after = (
             int(min(limit, _NO_LIMIT_MS)) for limit in (self._rules.max_age_ms, self._rules.max_ahead_ms)
@@ -234,7 +234,7 @@ class KafkaOutput:
         return now - before, now + after
 
     def _put(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
-        """Into the open transaction. Raises :class:`Poison` when the sink has rejected it before."""
+        """Put a record into the open transaction. Raises :class:`Poison` when the sink has rejected it before."""
         rejections, report = self._rejections, None
         if rejections.alone:
             reason = rejections.reason(delivery.partition, delivery.offset)
@@ -251,21 +251,21 @@ class KafkaOutput:
         park: int | None,
         then: Then,
     ) -> None:
-        """To the dead letters: see :class:`DeadLetterWriter`."""
+        """Write a dead letter: see :class:`DeadLetterWriter`."""
         self._dead_letters.letter(delivery, letter, kind, park, then)
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
-        """A record of the state topic."""
+        """Write a record of the state topic."""
         self._writer.put_state(partition, name, value, then)
 
     def _hold(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
-        """Results that do not go to the client at once: gathered, or sent alone."""
+        """Keep results that are not sent at once: they are gathered, or sent alone."""
         engine, rejections = delivery.engine, self._rejections
         if (delivery.partition, delivery.offset) in rejections.suspects or rejections.sends_alone(
             time.monotonic()
         ):
             self._alone.append(_Alone(delivery, records))
-            self._loop.call_soon(self._serve_alone)  # the engine is to know first that its lane waits
+            self._loop.call_soon(self._serve_alone)  # first the engine must learn that its lane waits
             raise SentAloneError
         if not self._gathers:
             self._give(producer, records, engine)
@@ -276,7 +276,7 @@ class KafkaOutput:
         if not before:
             self._first = time.monotonic()
             self._timer = self._loop.call_later(_GATHER_SECONDS_MAX, self._let_go, producer, engine)
-        # That comes late where handlers have the loop to themselves.
+        # The timer comes late while handlers occupy the loop.
         elif len(gathered) // 32 > before // 32 and time.monotonic() - self._first > _GATHER_SECONDS_MAX:
             self._let_go(producer, engine)
 
@@ -294,7 +294,7 @@ class KafkaOutput:
                 self._alone.append(one)
 
     def _send_alone(self, one: _Alone) -> None:
-        """The first of its results; the next one follows when this one is durable."""
+        """Send the first of its results; the next one follows when this one is durable."""
         if self._closed:
             return
 
@@ -329,7 +329,7 @@ class KafkaOutput:
         delivery.engine.answered(delivery, problem)
 
     def close(self) -> None:
-        """Send nothing more: what was gathered and not sent is not done."""
+        """Send nothing more: results that were gathered and not sent are not done."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -349,13 +349,13 @@ class KafkaOutput:
         *,
         gathered: bool = False,
     ) -> None:
-        """To the client. One that takes no more ends the task, and nothing may overtake what it did not take.
+        """Hand results to the client. A client that refuses one ends the task: nothing may overtake that result.
 
         Raises :class:`Poison` for a result that is too large, while its message has not passed.
         """
         if engine.failure.done():
             return
-        produce: Any = producer.produce  # its stub asks for headers of a wider type, which lists are not
+        produce: Any = producer.produce  # its stub asks for a wider type of headers, which lists are not
         try:
             for record in records:
                 while True:
@@ -363,9 +363,9 @@ class KafkaOutput:
                         produce(*record)
                         break
                     except BufferError:
-                        # Gigabytes wait for a broker that does not answer: nothing else can go on either.
+                        # Gigabytes wait for a broker that does not answer: nothing else can continue either.
                         producer.poll(0.1)
-                        if engine.failure.done():  # one that was taken before could not be written
+                        if engine.failure.done():  # an earlier result could not be written
                             return
         except Exception as error:
             if isinstance(error, KafkaException) and is_rejection(error.args[0]):
@@ -380,7 +380,7 @@ class KafkaOutput:
             )
 
     def look(self, engine: Engine) -> None:
-        """Decide now and then whether results are gathered: by how many lanes or messages wait for their turn."""
+        """Decide at intervals whether to gather results, by how many lanes or messages wait for the loop."""
         if self._alone:
             self._serve_alone()
         waiting = engine.held if engine.behind else len(engine.table.ready)
@@ -396,7 +396,7 @@ class KafkaOutput:
             self._let_go(self._producer, engine)  # before anything overtakes them
 
     def poll(self) -> None:
-        """Serve what has been acknowledged. Raises BrokerError when the client of the results writes nothing more."""
+        """Serve delivery reports. Raises BrokerError when the results producer writes nothing more."""
         try:
             if self._producer is not None:
                 self._producer.poll(0)

@@ -231,7 +231,7 @@ class ProgressTracker(Contributor):
     ) -> dict[int, Committed]:
         """The group's offsets. For shared partitions, the state topic has then been read at least as far.
 
-        An offset and a generation from before and after somebody moved the group do not belong together: messages that
+        An offset and a generation from before and after a move of the group do not belong together: messages that
         were done before the move would count as done after it.
         """
         source = self._worker_session.identity.source
@@ -297,7 +297,7 @@ class ProgressTracker(Contributor):
             slot = self._app.slot_of(record.key, record.offset)
             if record.stop is LaneStatus.PARKED or not self._is_done(partition, slot, record.offset):
                 lanes.append(record)
-            else:  # its message is done, or somebody moved the group past it
+            else:  # its message is done, or the group was moved past it
                 output.note(partition, name, None, lambda _problem: None)
         redrives = [
             engine.lane_key(command.key, command.partition)
@@ -360,7 +360,7 @@ class ProgressTracker(Contributor):
         self._worker_session.committed_at = self._committed_at
 
     def _collect_proposals(self, batch: CommitBatch) -> None:
-        """For every partition, changed or not: this replaces what a failed attempt has proposed."""
+        """Propose every partition, changed or not: this replaces what a failed attempt has proposed."""
         for partition, mark in self.watermarks.items():
             progress = self._collected.progress[partition] = mark.progress()
             redriven = self._commands.redriven(partition)
@@ -495,7 +495,7 @@ class ProgressTracker(Contributor):
 
 
 def _moved_to(committed: Committed | None) -> int | None:
-    """The offset that somebody else committed; None when it is the app's own, -1 when there is none."""
+    """The offset committed outside Keylane; None if it is the app's own, -1 if there is none."""
     if committed is None:
         return -1
     return committed.offset if committed.text is None else None

@@ -1,4 +1,4 @@
-"""Writes a task's telemetry. Nothing here may disturb the work: what cannot be sent is dropped."""
+"""Writes a task's telemetry, and never disturbs its work: records that cannot be sent are dropped."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.telemetry")
 
 _RECORD_EXPIRES_SECONDS = 5.0
-"""Seconds after which a record is of no use any more."""
+"""Age at which a record is not worth sending any more."""
 _HOT_KEYS_INTERVAL_SECONDS = 5.0
-"""Seconds between two looks at the hot keys, whose backlogs have to be counted."""
+"""Time between two counts of the hot keys' backlogs."""
 _KEY_BYTES_MAX = 200
-"""Bytes of a hot key that are told."""
+"""Bytes of a hot key that a record contains."""
 
 
 class TelemetrySender:
@@ -72,12 +72,12 @@ class TelemetrySender:
             self._drop(error)
 
     def serve(self) -> None:
-        """Hear what became of those that were sent."""
+        """Serve the delivery reports."""
         if self._producer is not None:
             self._producer.poll(0)
 
     def close(self) -> None:
-        """What was not sent so far is not waited for."""
+        """Drop the records in flight, and close."""
         if self._producer is not None:
             with contextlib.suppress(KafkaException):
                 self._producer.purge()
@@ -92,14 +92,14 @@ class TelemetrySender:
         if not self._said:
             self._said = True
             log.warning(
-                "telemetry is dropped: topic %r does not take it (%s). The work goes on without it; this is said once",
+                "dropping telemetry: topic %r does not take it (%s). Messages are processed as usual. Logged once",
                 self._topic,
                 why,
             )
 
 
 class TelemetryWriter:
-    """One task's, in one epoch. Used on its loop; :meth:`run` and :meth:`last` raise nothing of their own."""
+    """The telemetry of one task in one epoch. Used on its loop; :meth:`run` and :meth:`last` raise nothing."""
 
     def __init__(self, app: AppSpec, plan: TaskPlan, owner: str, *, interval: float) -> None:
         self._app = app
@@ -110,12 +110,14 @@ class TelemetryWriter:
         self._began = time.time()
         self._meter = LatencySampler()
         self.done = self._meter.done
-        """To be told of what is done."""
+        """Call this with finished messages."""
         self._hot: tuple[HotFigures, ...] = ()
         self._hot_after = 0.0
         self._dropped_before = 0
         self._done, self._progressed = 0, self._began
-        self._moved: dict[int, tuple[int, float]] = {}  # the watermark, and when it was first seen there
+        self._moved: dict[
+            int, tuple[int, float]
+        ] = {}  # the watermark, and when it was first seen with that value
         self._sender: TelemetrySender
         self._engine: Engine
         self._steps: Sequence[Step]
@@ -130,13 +132,13 @@ class TelemetryWriter:
         progress_tracker: ProgressTracker,
         fetcher: Fetcher,
     ) -> None:
-        """Where it goes, and what it is about."""
+        """Connect it to the engine and the clients."""
         self._sender, self._engine, self._steps = sender, engine, steps
         self._dropped_before = sender.dropped
         self._progress, self._fetcher = progress_tracker, fetcher
 
     async def run(self) -> None:
-        """Tell every interval, until cancelled."""
+        """Send a record every interval, until cancelled."""
         due = time.monotonic() + self._interval
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -146,12 +148,12 @@ class TelemetryWriter:
             self._meter.tick()
 
     def last(self) -> None:
-        """The epoch is over."""
+        """Send the epoch's last record."""
         self._tell(final=True)
         self._sender.serve()
 
     def snapshot(self, *, final: bool = False) -> Snapshot:
-        """The task now."""
+        """The task's figures now."""
         figures, plan, engine = self._engine.statistics(), self._plan, self._engine
         now = time.time()
         if figures.done != self._done:
@@ -225,7 +227,7 @@ class TelemetryWriter:
     def _tell(self, *, final: bool = False) -> bool:
         try:
             self._sender.send(str(self._plan.task).encode(), self.snapshot(final=final).encode())
-        except Exception:  # whatever is wrong with the figures, the work is not
-            log.exception("%s: telemetry ends: its figures could not be put together", self._owner)
+        except Exception:  # wrong figures must not disturb the work
+            log.exception("%s: telemetry stops, because its figures could not be collected", self._owner)
             return False
         return True

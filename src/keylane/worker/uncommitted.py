@@ -29,15 +29,15 @@ class UncommittedDeliveries(Contributor):
         self._done += deliveries
 
     def collect(self, _batch: CommitBatch, /) -> None:
-        """What is done by now is in this transaction."""
+        """Whatever is done by now is in this transaction."""
         self._collected, self._done = self._done, []
 
     def committed(self) -> None:
-        """They count."""
+        """The transaction is committed: they count."""
         collected, self._collected = self._collected, []
         self._count(collected)
 
     def aborted(self) -> None:
-        """They are in the next transaction."""
+        """They will be in the next transaction."""
         self._done[:0] = self._collected
         self._collected = []

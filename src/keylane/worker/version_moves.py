@@ -1,9 +1,9 @@
 """Versions of entities whose keys moved to other partitions, because partitions were added to the source.
 
-An entity's mark is in the state partition of the source partition that its key was in. When the topic grows, some keys
-are in other partitions. The old ones are worked off before the new ones are read, so all marks are final by then. The
-first task that has a partition under the new number looks for the marks of its keys in all state partitions, and
-writes them down in its own. Where a key is now follows from murmur2, as Java clients and Keylane place keys.
+An entity's mark is in the state partition of its key's source partition. When the topic grows, some keys move to other
+partitions. The old ones are finished before the new ones are read, so all marks are final by then. The first task that
+owns a partition under the new number searches all state partitions for the marks of its keys, and writes them into its
+own. The partition of a key follows from murmur2, which Java clients and Keylane use.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from keylane.worker.session import WorkerSession
 
 _OPEN_TRANSACTION_SECONDS = 30.0
-"""Seconds for which records behind an open transaction are waited for."""
+"""Time to wait for records behind an open transaction."""
 
 
 class _AllVersions(StateTopic):
-    """A view of all state partitions that takes nothing but versions."""
+    """A view of all state partitions that reads only versions."""
 
     moves: Moves
 
     def take_into(self, moves: Moves) -> None:
-        """Where the marks go."""
+        """Store the marks in ``moves``."""
         self.moves, self.versions, self._versions_only = moves, moves.store, True
 
     def _apply(self, message: Any, name: bytes, value: bytes | None) -> None:
@@ -46,7 +46,7 @@ class _AllVersions(StateTopic):
 def gather(
     worker_session: WorkerSession, app: AppSpec, partitions: int, slots: Mapping[int, Slots]
 ) -> VersionStore:
-    """All marks of the keys that are in these partitions now. Blocks. Raises BrokerError."""
+    """Return all marks of the keys that are in these partitions now. Blocks. Raises BrokerError."""
     count = worker_session.cluster.partitions(app.state)
     state = _AllVersions(
         worker_session.settings, app.name, app.state, range(count), "", labels=worker_session.labels

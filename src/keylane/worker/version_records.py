@@ -1,4 +1,4 @@
-"""The versions of an app's entities, as the state topic holds them."""
+"""The records of entities' versions in the state topic."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.task")
 
 _MOVED_AT_ONCE_ENTITIES = 5000
-"""Entities that are written down in one transaction where their keys are now."""
+"""Moved entities that one transaction writes into their new partition."""
 
 
 class VersionRecords(Contributor):
-    """Restored once, opened with the engine's versions, then part of every commit. Comes after the progress."""
+    """Restored once, connected to the engine's versions, then part of every commit. Comes after the progress."""
 
     def __init__(
         self, app: AppSpec, worker_session: WorkerSession, state: StateTopic, plan: TaskPlan
@@ -44,16 +44,18 @@ class VersionRecords(Contributor):
         self._state = state
         self._slots = plan.slots
         self._partitions = plan.partitions
-        self._moving: Name | None = None  # entities behind it are written down where their keys are now
-        self._moved_to: Name | None = None  # what it becomes with this commit
+        self._moving: Name | None = (
+            None  # entities after it still have to be written into their new partition
+        )
+        self._moved_to: Name | None = None  # its value after this commit
         self._collected: dict[Name, VersionMark] = {}
         self._versions: Versions
         self._progress: ProgressTracker
 
     def restore(self, watermarks: Mapping[int, Watermark | RangeWatermark]) -> None:
-        """How far the entities are. Those of messages that run again are set back to what was before. Blocks.
+        """Restore the entities' versions; messages that run again set theirs back to the earlier version. Blocks.
 
-        When partitions were added, keys are in others than before: their entities are looked for in all of them.
+        If partitions were added, keys may have moved: their entities are searched for in all partitions.
         """
         worker_session, state, partitions = self._worker_session, self._state, self._partitions
         complete = all(
@@ -80,7 +82,7 @@ class VersionRecords(Contributor):
                 )
 
     def _was_done(self, mark: Watermark | RangeWatermark, key: bytes, offset: int) -> bool:
-        """Whether the message of this key was done before; what is in the slots of others is their concern."""
+        """True if this key's message was done before. Other tasks care about the slots that they own."""
         if not isinstance(mark, RangeWatermark):
             return not mark.wanted(offset)
         slot = self._app.slot_of(key, offset)
@@ -91,7 +93,7 @@ class VersionRecords(Contributor):
         self._versions, self._progress = versions, progress
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add the versions that belong to the progress in this batch; not more, or they would be ahead of it."""
+        """Add the versions that belong to the progress in this batch; more of them would be ahead of it."""
         self._collected = self._versions.changed(self._progress.withheld)
         for (partition, key), mark in self._collected.items():
             batch.note(partition, VERSION + key, mark.encode())
@@ -100,17 +102,17 @@ class VersionRecords(Contributor):
             self._forget_old_layouts(batch)
 
     def committed(self) -> None:
-        """They are durable, and so are the entities that have moved."""
+        """The versions are durable, and so are the moved entities."""
         self._moving = self._moved_to
         self._versions.written(self._collected)
         self._collected = {}
 
     def aborted(self) -> None:
-        """They still count as changed."""
+        """The versions still count as changed."""
         self._collected = {}
 
     def _collect_moved(self, batch: CommitBatch) -> Name | None:
-        """Entities that came from other partitions, some at a time; the last of them, or None when that was all."""
+        """Add some of the entities from other partitions. Returns the last one; None when there are no more."""
         store = self._worker_session.versions
         if self._moving is None or store is None:
             return None
@@ -118,7 +120,7 @@ class VersionRecords(Contributor):
         for name, _ in found:
             mark = store.get(name)
             if mark is not None and mark.offset < 0 and store.home(name[1]) == name[0]:
-                # Else a message has set it since, and that is written; or it is not this task's to write.
+                # Otherwise a message has set it since and that is written, or it belongs to another task.
                 batch.note(name[0], VERSION + name[1], mark.encode())
         if len(found) == _MOVED_AT_ONCE_ENTITIES:
             return found[-1][0]
@@ -127,7 +129,7 @@ class VersionRecords(Contributor):
         return None
 
     def _forget_old_layouts(self, batch: CommitBatch) -> None:
-        """Those all of whose slots are in newer ones by now: one that is not still says that others' are complete."""
+        """Delete layouts whose slots are all in newer ones. The rest still count for others' slots."""
         if self._moving is not None:
             return
         for partition, slots in self._slots.items():
@@ -142,7 +144,7 @@ class VersionRecords(Contributor):
                     batch.note(partition, name, None)
 
     def redriven_versions(self) -> list[StateRecord]:
-        """The versions of redriven messages, whose progress in the source was written before: with their letters."""
+        """Versions of redriven messages, whose progress in the source is older: committed with their letters."""
         return [
             (partition, VERSION + key, mark.encode())
             for (partition, key), mark in self._versions.changed().items()
