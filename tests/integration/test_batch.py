@@ -79,7 +79,7 @@ def load() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_batches_keep_the_order_of_every_key_and_failures_are_each_messages_own(
+def test_batches_keep_key_order_and_fail_per_message(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], delivery: str
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=3)
@@ -129,7 +129,7 @@ def test_the_example_scores_in_batches_and_in_order(example: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_example_scores_every_payment_in_the_order_of_its_card(
+def test_scoring_example_scores_payments_in_card_order(
     log: Log, broker: Broker, spark: SparkSession, example: Any
 ) -> None:
     scoring = example

@@ -70,7 +70,7 @@ def places(rows: list[Row]) -> list[Sent]:
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", pytest.param("exactly_once", marks=pytest.mark.slow)])
-def test_order_ids_traces_and_origin_times_hold_through_four_apps(
+def test_chain_keeps_order_ids_traces_and_origin_times(
     log: Log, name: str, tmp_path: Path, delivery: str
 ) -> None:
     for hop in range(HOPS + 1):  # the third of them gives records its own time
@@ -108,7 +108,7 @@ def test_order_ids_traces_and_origin_times_hold_through_four_apps(
     assert {row.timestamp for row in middle} == {1_700_000_000_000 + n for n in range(MESSAGES)}
 
 
-def test_what_an_app_repeats_after_a_crash_runs_once_in_the_next(log: Log, name: str, tmp_path: Path) -> None:
+def test_results_repeated_after_a_crash_run_once_in_the_next_app(log: Log, name: str, tmp_path: Path) -> None:
     for hop in range(3):
         log.create(topic(name, hop), partitions=1, retention_ms="-1")
     log.send(topic(name, 0), load())

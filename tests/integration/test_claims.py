@@ -95,7 +95,7 @@ def progress(log: Log, app: str) -> int:
     return Cluster(log.settings).committed(app, f"{app}.in", [0]).get(0, (-1, None))[0]
 
 
-def test_who_comes_later_fences_who_came_before(log: Log, app: str) -> None:
+def test_later_claim_fences_earlier_owners(log: Log, app: str) -> None:
     first = Owner(log.settings, app, "first")
     assert first.claim()
     first.commit(10)
@@ -116,7 +116,7 @@ def test_who_comes_later_fences_who_came_before(log: Log, app: str) -> None:
     assert set(third.state.owners[0]) == {second.writer.id}, "the fenced one's claim was taken back"
 
 
-def test_who_lets_go_need_not_be_fenced(log: Log, app: str) -> None:
+def test_released_owner_is_not_fenced(log: Log, app: str) -> None:
     first = Owner(log.settings, app, "first")
     assert first.claim()
     first.release()
@@ -207,7 +207,7 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
         old.claim()
 
 
-def test_a_run_is_not_taken_over_by_the_one_before_it_whose_dead_tasks_hide_it(log: Log, app: str) -> None:
+def test_run_hidden_by_dead_tasks_is_not_taken_over(log: Log, app: str) -> None:
     """With exactly_once a task that is killed leaves a transaction open; nobody can read what was written after."""
     take_over(log.settings, app, f"{app}.state", 2, "r1")
     old = Owner(log.settings, app, "old")
@@ -256,7 +256,7 @@ def test_another_run_that_does_not_answer_is_fenced(log: Log, app: str) -> None:
         old.commit(1)
 
 
-def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str) -> None:
+def test_simultaneous_runs_agree_on_the_owner(log: Log, app: str) -> None:
     for number in range(3):
         runs = [f"{number}-{i}" for i in range(3)]
         with ThreadPoolExecutor(len(runs)) as pool:
@@ -271,7 +271,7 @@ def test_two_runs_that_start_at_the_same_time_agree_who_it_is(log: Log, app: str
         assert failed[winner] is None
 
 
-def test_a_client_that_was_fenced_is_held_until_nothing_of_it_is_on_its_way(log: Log, app: str) -> None:
+def test_fenced_client_is_kept_until_its_requests_end(log: Log, app: str) -> None:
     one = transactional_producer(log.settings, f"{app}.same")
     one.begin_transaction()
     for partition in range(2):
@@ -315,7 +315,7 @@ def test_runs_that_fence_each_other_leave_their_process_alive(log: Log, app: str
     assert int(told.stdout) > 40, "hardly anybody was fenced: it proves little"
 
 
-def test_who_wants_to_start_an_app_again_finds_out_that_another_has(log: Log, name: str) -> None:
+def test_restart_detects_another_run(log: Log, name: str) -> None:
     log.create(f"{name}.in")
     log.create(f"{name}.state", cleanup_policy="compact")
     check_still_ours(log.settings, name, f"{name}.state")  # nobody's
@@ -359,7 +359,7 @@ def no_broker(*_given: object) -> dict[int, int]:
     raise KafkaException(ClientError(ClientError.TOPIC_AUTHORIZATION_FAILED))
 
 
-def test_who_gives_up_in_the_middle_of_a_claim_is_in_nobodys_way(log: Log, app: str) -> None:
+def test_abandoned_claim_blocks_no_other(log: Log, app: str) -> None:
     """Its transaction is open, and no claim of it can be read: nobody would know whom to fence."""
     one = Owner(log.settings, app, "one")
     one.writer._client.put((f"{app}.state", b"half", b"a claim", 0))
@@ -386,7 +386,7 @@ def test_owners_of_other_slots_leave_each_other_alone(log: Log, app: str) -> Non
     assert progress(log, app) == 11
 
 
-def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(log: Log, app: str) -> None:
+def test_progress_is_readable_behind_a_dead_open_transaction(log: Log, app: str) -> None:
     owner = Owner(log.settings, app, "killed")
     owner.claim()
     owner.commit(10)
@@ -400,7 +400,7 @@ def test_progress_can_be_read_while_the_transaction_of_a_dead_process_is_open(lo
     assert Cluster(log.settings).committed(app, f"{app}.in", [0], stable=True)[0][0] == 10
 
 
-def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log: Log, app: str) -> None:
+def test_rested_view_catches_up_with_later_commits(log: Log, app: str) -> None:
     """As the planner looks: at the end of the log lies a transaction's mark, of which a reader is told nothing."""
     cluster = Cluster(log.settings)
     view = StateTopic(log.settings, app, f"{app}.state", range(2), "r1", labels=LABELS, rests=True)
@@ -421,7 +421,7 @@ def test_a_view_that_rested_catches_up_with_all_that_was_committed_meanwhile(log
     view.close()
 
 
-def test_a_task_that_was_stopped_for_a_while_finds_out_that_it_was_replaced(log: Log, app: str) -> None:
+def test_suspended_task_detects_its_replacement(log: Log, app: str) -> None:
     """Before it begins again after a transaction that was not taken: it would fence the one that took its place."""
     cluster = Cluster(log.settings)
     low, high = Slots(0, 999), Slots(1000, 65535)

@@ -152,7 +152,7 @@ def test_no_broker_given_and_none_there(tmp_path: Path, unanswered: subprocess.P
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_caught_up_but_for_a_stopped_lane_is_told_and_is_no_success(
+def test_stopped_lane_is_reported_and_fails_a_catch_up(
     log: Log, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

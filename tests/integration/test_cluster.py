@@ -56,7 +56,7 @@ def ship(folder: Path, name: str, history: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_an_executor_that_is_killed_loses_nothing_and_the_rest_goes_on(
+def test_killed_executor_loses_nothing(
     log: Log, broker: Broker, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=4)

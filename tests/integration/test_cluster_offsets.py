@@ -50,9 +50,7 @@ def asking(log: Log, monkeypatch: pytest.MonkeyPatch, unknown: int) -> Cluster:
     return made
 
 
-def test_an_offset_that_nobody_knows_is_asked_for_again(
-    log: Log, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_offset_is_requested_again(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log.create(name, partitions=2)
     log.send(name, [{"partition": 1, "key": b"k", "value": b"v"}])
     assert asking(log, monkeypatch, 2).ends(name, range(2)) == {0: 0, 1: 1}

@@ -90,7 +90,7 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
 
 
 @pytest.mark.timeout(120)
-def test_a_partition_stays_with_its_worker_whichever_one_spark_gives_its_task(
+def test_partition_stays_with_its_worker(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     """The one that has its clients, its window of event ids, and nothing to read again."""
@@ -120,7 +120,7 @@ def test_a_partition_stays_with_its_worker_whichever_one_spark_gives_its_task(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_stopping_drains_and_the_next_start_goes_on(
+def test_stop_drains_and_the_next_start_continues(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -59,7 +59,7 @@ def shop(name: str, folder: Path, **settings: Any) -> App:
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_one_topic_with_many_types_keeps_the_order_of_every_entity(
+def test_topic_of_many_types_keeps_entity_order(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], delivery: str
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=3)

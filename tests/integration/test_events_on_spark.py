@@ -78,7 +78,7 @@ def results(log: Log, name: str) -> dict[bytes, list[str]]:
 
 
 @pytest.mark.timeout(120)
-def test_handlers_and_versions_on_spark_with_a_restart_in_the_middle(
+def test_handlers_and_versions_survive_a_restart_on_spark(
     spark: SparkSession, broker: Broker, log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)

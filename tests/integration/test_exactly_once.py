@@ -54,7 +54,7 @@ def load(count: int, keys: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120)
-def test_with_workers_killed_every_result_and_every_letter_is_there_once(
+def test_killed_workers_leave_results_and_letters_once(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -24,7 +24,7 @@ OTHERS = ("orders", "versions", "backfill")
 @pytest.mark.parametrize(
     "example", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
-def test_an_example_shows_what_it_says(
+def test_example_shows_its_claims(
     example: str,
     spark: SparkSession,
     broker: Broker,

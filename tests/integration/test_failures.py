@@ -208,7 +208,7 @@ def acted(operator: AdminClient, order: Command) -> CommandAnswer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
+def test_skip_over_a_restart_makes_dead_letters(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "skip", seed=1)
@@ -229,7 +229,7 @@ def test_skip_over_a_restart_makes_dead_letters_and_every_lane_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_block_over_a_restart_stops_lanes_at_their_message_until_they_are_released(
+def test_block_over_a_restart_stops_lanes_until_released(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "block", seed=2)
@@ -255,7 +255,7 @@ def test_block_over_a_restart_stops_lanes_at_their_message_until_they_are_releas
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
+def test_block_and_dlq_over_a_killed_worker_archives_once(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "block_and_dlq", seed=3)
@@ -300,7 +300,7 @@ def test_block_and_dlq_over_a_killed_worker_archives_once_and_stops(
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_park_over_a_restart_puts_lanes_aside_and_a_redrive_puts_them_back_in_order(
+def test_park_over_a_restart_redrives_in_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, spark, name, tmp_path, "park", seed=4)
@@ -335,7 +335,7 @@ def test_park_over_a_restart_puts_lanes_aside_and_a_redrive_puts_them_back_in_or
 
 
 @pytest.mark.timeout(60)
-def test_attempts_survive_epochs_that_are_shorter_than_the_backoff(
+def test_attempts_survive_epochs_shorter_than_the_backoff(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
@@ -400,7 +400,7 @@ def lines(path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_while_the_breaker_is_open_only_probes_reach_the_stage_and_afterwards_all_is_in_order(
+def test_open_breaker_admits_only_probes_and_keeps_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")
@@ -491,7 +491,7 @@ def test_while_the_breaker_is_open_only_probes_reach_the_stage_and_afterwards_al
 
 
 @pytest.mark.timeout(60)
-def test_a_bug_that_fails_every_message_stops_the_query_after_a_bounded_number_of_dead_letters(
+def test_failing_every_message_stops_the_query(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -99,9 +99,7 @@ def test_a_broker_that_dies_and_comes_back_is_waited_for(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_driver_that_is_killed_or_ended_without_a_drain_loses_nothing(
-    log: Log, broker: Broker, name: str, tmp_path: Path
-) -> None:
+def test_driver_without_a_drain_loses_nothing(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out")
     sent = log.send(f"{name}.in", load(30_000))
     history = tmp_path / "history"

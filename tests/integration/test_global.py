@@ -66,9 +66,7 @@ class Starter:
 
 
 @pytest.mark.timeout(60 + 8 * RACES)
-def test_of_two_that_start_at_the_same_moment_one_is_left_and_nothing_ever_runs_beside_another(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_simultaneous_starts_leave_one_run(log: Log, name: str, tmp_path: Path) -> None:
     """Whatever the first to begin has in flight is finished before the other begins."""
     log.create(f"{name}.in", partitions=2)
     sent = []

@@ -92,9 +92,7 @@ def facts(log: Log, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_letters_of_every_kind_come_back_as_they_were_written_and_rubbish_is_told(
-    log: Log, name: str
-) -> None:
+def test_letters_of_every_kind_are_read_back(log: Log, name: str) -> None:
     dlq = f"{name}.dlq"
     log.create(dlq, partitions=3)
     other = because(stage="check", error="shop.Refused", message="refused: order 7", failed_at=AT + 10)
@@ -189,7 +187,7 @@ def test_a_topic_is_read_whole_in_its_order_or_in_part(log: Log, name: str) -> N
     del dropped
 
 
-def test_transactions_at_the_end_of_a_partition_do_not_hold_a_reader_up(log: Log, name: str) -> None:
+def test_reader_ends_behind_final_transactions(log: Log, name: str) -> None:
     dlq = f"{name}.dlq"
     log.create(dlq, partitions=1)
     log.send(dlq, [letter(name, 0, 1)])

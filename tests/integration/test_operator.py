@@ -191,7 +191,7 @@ class _Run:
             raise self.error
 
 
-def test_a_blocked_lane_is_released_at_once_and_everything_comes_through_in_order(
+def test_released_lane_continues_at_once_in_order(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, name, tmp_path, "block")
@@ -236,7 +236,7 @@ def test_a_blocked_lane_is_released_at_once_and_everything_comes_through_in_orde
     ]
 
 
-def test_a_skipped_message_is_a_dead_letter_and_its_lane_goes_on(
+def test_skipped_message_is_a_dead_letter_and_its_lane_continues(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, name, tmp_path, "block_and_dlq")
@@ -316,7 +316,7 @@ def test_a_parked_lane_is_redriven_whole_and_in_order(
 
 
 @pytest.mark.slow
-def test_messages_that_come_while_their_lane_is_redriven_wait_behind_it(
+def test_new_messages_wait_behind_their_lanes_redrive(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, name, tmp_path, "park")
@@ -352,9 +352,7 @@ def test_messages_that_come_while_their_lane_is_redriven_wait_behind_it(
     assert judge(sent).repeats == 0
 
 
-def test_dead_letters_are_redriven_by_choice_and_those_that_fail_again_have_a_new_letter(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_selected_letters_are_redriven_and_may_fail_again(log: Log, name: str, tmp_path: Path) -> None:
     shop = Shop(log, name, tmp_path, "skip")
     shop.send("k1=bad1", "k1=2", "k1=bad3", "k2=bad4", "@1=bad5", "k1=bad6")
     with shop.running():
@@ -384,7 +382,7 @@ def test_dead_letters_are_redriven_by_choice_and_those_that_fail_again_have_a_ne
 
 
 @pytest.mark.slow
-def test_orders_that_are_given_while_the_app_is_down_are_carried_out_when_it_starts(
+def test_commands_given_while_down_run_at_the_start(
     log: Log, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redrive_module, "NO_ANSWER_SECONDS", 0.5)
@@ -530,7 +528,7 @@ def test_a_redrive_that_is_cancelled_leaves_the_lane_parked(
     assert judge(sent).repeats == 0
 
 
-def test_a_redrive_goes_on_in_the_next_run_where_it_was_cut_off(
+def test_interrupted_redrive_continues_in_the_next_run(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     shop = Shop(log, name, tmp_path, "park")
@@ -565,7 +563,7 @@ def test_an_app_that_never_ran_is_one_clear_sentence(log: Log) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
 
 
-def test_keyless_messages_of_two_partitions_are_told_apart(log: Log, name: str, tmp_path: Path) -> None:
+def test_keyless_messages_of_two_partitions_are_distinct(log: Log, name: str, tmp_path: Path) -> None:
     shop = Shop(log, name, tmp_path, "block")
     shop.send("@0=bad1", "@1=bad2")
     with shop.running():
@@ -590,7 +588,7 @@ def test_keyless_letters_of_two_partitions_are_redriven(log: Log, name: str, tmp
         shop.wait_for_letters(0)
 
 
-def test_a_letter_that_stands_there_twice_is_redriven_once(log: Log, name: str, tmp_path: Path) -> None:
+def test_repeated_letter_is_redriven_once(log: Log, name: str, tmp_path: Path) -> None:
     shop = Shop(log, name, tmp_path, "skip")
     shop.send("a=bad1", "a=b")
     with shop.running():
@@ -607,9 +605,7 @@ def test_a_letter_that_stands_there_twice_is_redriven_once(log: Log, name: str, 
         assert shop.results(b"a") == ["b", "bad1"]
 
 
-def test_a_blocked_lane_lets_redriven_messages_pass_and_stays_blocked(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_blocked_lane_admits_redriven_messages(log: Log, name: str, tmp_path: Path) -> None:
     shop = Shop(log, name, tmp_path, "block")
     shop.send("a=bad1", "a=bad2", "a=c")
     with shop.running():

@@ -78,7 +78,7 @@ def redrive(record: LaneRecord) -> Command:
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_lanes_that_are_redriven_while_their_messages_keep_coming_stay_in_order(
+def test_redrive_under_load_keeps_lane_order(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -121,7 +121,7 @@ def test_a_group_that_was_moved_forward_skips_with_a_warning(
     assert "offset=110" in caplog.text
 
 
-def test_a_group_that_was_deleted_goes_on_from_what_spark_knows(
+def test_deleted_group_continues_from_sparks_offsets(
     runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner.forget()
@@ -158,7 +158,7 @@ def test_metadata_that_cannot_be_used_skips_nothing(
     assert said in caplog.text
 
 
-def test_a_topic_that_was_made_anew_is_read_from_its_beginning(
+def test_recreated_topic_is_read_from_its_beginning(
     runner: Runner, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
     log.delete(runner.source)
@@ -185,7 +185,7 @@ def test_messages_whose_retention_is_over_are_named(
 
 
 @pytest.mark.parametrize("left", [9, 0])
-def test_messages_that_retention_takes_from_under_a_reader_are_named(
+def test_messages_lost_to_retention_are_named(
     log: Log, name: str, caplog: pytest.LogCaptureFixture, left: int
 ) -> None:
     """In the middle of an epoch, when nobody asks where the log begins."""
@@ -221,7 +221,7 @@ def test_messages_that_retention_takes_from_under_a_reader_are_named(
     )
 
 
-def test_a_log_that_ends_before_what_was_read_ends_the_task(log: Log, name: str) -> None:
+def test_log_shorter_than_the_position_ends_the_task(log: Log, name: str) -> None:
     log.create(name, partitions=1)
     log.send(name, messages(30))
     failed: list[BaseException] = []
@@ -241,9 +241,7 @@ def test_a_log_that_ends_before_what_was_read_ends_the_task(log: Log, name: str)
     assert "the log ends at 30 and has been read up to 40" in str(failed[0])
 
 
-def test_an_app_of_the_same_name_that_reads_another_topic_reads_that_one(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_app_with_a_new_source_reads_the_new_source(log: Log, name: str, tmp_path: Path) -> None:
     """In the same worker, at the same offsets: what the worker keeps must not lead to the old topic."""
     other = f"{name}.other"
     log.create(f"{name}.in", other, partitions=1)
@@ -257,7 +255,7 @@ def test_an_app_of_the_same_name_that_reads_another_topic_reads_that_one(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_what_a_producer_sends_twice_runs_once(
+def test_event_sent_twice_runs_once(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], restarted: bool
 ) -> None:
     log.create(f"{name}.in", partitions=1)

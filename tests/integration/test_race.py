@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_race_keeps_every_order_it_promises_and_keyed_lanes_beat_the_global_one() -> None:
+def test_race_keeps_orders_and_keyed_lanes_win() -> None:
     command = [sys.executable, "-m", "keylane", "race", "--messages", "200", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert result.returncode == 0, result.stderr

@@ -48,7 +48,7 @@ def messages(numbers: range, keys: int = 40) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_two_tasks_share_a_partition_and_one_goes_on_where_both_were(
+def test_one_task_continues_where_two_sharers_stopped(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], delivery: str
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=1)
@@ -92,7 +92,7 @@ def test_tasks_come_and_go_while_messages_flow(
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
 
 
-def test_what_an_owner_wrote_of_its_strips_goes_when_they_are_one_again(
+def test_segment_records_are_deleted_when_merged(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it has not read back yet what it wrote: whoever cuts the partition next would believe it."""
@@ -109,7 +109,7 @@ def test_what_an_owner_wrote_of_its_strips_goes_when_they_are_one_again(
     assert judge(sent).repeats == 0
 
 
-def test_a_range_that_moves_is_drained_before_its_new_owner_starts_anything_of_it(
+def test_moved_range_is_drained_before_its_new_owner(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     """Three messages are in flight when another run cuts the partition otherwise: it waits for them, then goes on."""

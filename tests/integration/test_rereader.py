@@ -163,9 +163,7 @@ def test_overlapping_requests_share_one_pass(callers: Callable[..., Caller], top
     assert caller.refetcher.scanned < 2.5 * MESSAGES
 
 
-def test_slice_after_slice_of_many_lanes_reads_the_log_about_once(
-    callers: Callable[..., Caller], topic: str
-) -> None:
+def test_many_lanes_in_slices_read_the_log_about_once(callers: Callable[..., Caller], topic: str) -> None:
     caller = callers(topic)
     lanes = {lane: list(range(lane, 6600, 20)) for lane in range(20)}
     ticket = 0
@@ -212,7 +210,9 @@ def test_a_request_far_behind_is_served_before_a_long_pass_ends(
     assert 1 in served[served.index(2) :], "the first went on after it"
 
 
-def test_what_retention_has_taken_is_missing(callers: Callable[..., Caller], log: Log, name: str) -> None:
+def test_offsets_deleted_by_retention_are_missing(
+    callers: Callable[..., Caller], log: Log, name: str
+) -> None:
     log.create(name, partitions=1)
     numbered(log, name, 3000, 1)
     admin: Any = log.settings.admin()
@@ -310,7 +310,7 @@ def test_it_closes_promptly_whatever_it_does(callers: Callable[..., Caller], top
     assert not alive(), "closed is closed"
 
 
-def test_nothing_is_fetched_ahead_for_nobody(
+def test_prefetching_stops_without_requests(
     callers: Callable[..., Caller], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rereader_module, "_IDLE_SECONDS", 0.1)
@@ -480,9 +480,7 @@ class UnreliableConsumer:
 
 @given(st.data(), st.integers())
 @settings(max_examples=300, deadline=None)
-def test_whatever_is_asked_for_comes_once_and_in_order_and_only_holes_are_missing(
-    data: st.DataObject, seed: int
-) -> None:
+def test_refetch_delivers_each_offset_once_in_order(data: st.DataObject, seed: int) -> None:
     rng = random.Random(seed)
     logs = [sorted(rng.sample(range(200), rng.randint(0, 200))) for _ in range(2)]
     consumer: Any = UnreliableConsumer(logs, [201, 201], rng)

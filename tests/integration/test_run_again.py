@@ -54,7 +54,7 @@ def load(begin: int, end: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(200)
-def test_a_failed_query_is_started_again_and_a_dead_jvm_too_until_another_run_takes_over(
+def test_failed_query_or_jvm_restarts_until_taken_over(
     log: Log, broker: Broker, name: str, tmp_path: Path
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -131,7 +131,7 @@ def test_a_stop_in_every_phase(log: Log, broker: Broker, name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_spark_that_stands_still_is_ended(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
+def test_hanging_spark_is_stopped(log: Log, broker: Broker, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out")
     (tmp_path / "shop.py").write_text(APP.format(name=name, folder=tmp_path, drain=DRAIN))
     arguments = ("shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]")

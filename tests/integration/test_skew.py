@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from support.topics import Log
 
 
-def test_a_key_with_nine_of_ten_messages_holds_up_no_other_and_is_named(
+def test_hot_key_delays_no_other_and_is_named(
     log: Log,
     name: str,
     tmp_path: Path,

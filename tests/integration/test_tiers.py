@@ -169,7 +169,7 @@ def test_letters_wait_in_the_spool_while_their_topic_is_gone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_letters_wait_in_the_spool_while_their_topic_refuses_them(
+def test_letters_spool_while_their_topic_refuses_them(
     log: Log, spark: SparkSession, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     dlq = f"{name}.dlq"
@@ -187,7 +187,7 @@ def test_letters_wait_in_the_spool_while_their_topic_refuses_them(
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_letters_wait_in_the_spool_while_the_app_may_not_write_them(
+def test_letters_spool_without_permission_to_write(
     spark: SparkSession, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     settings: dict[str, str | bool] = {
@@ -227,7 +227,7 @@ def test_letters_wait_in_the_spool_while_the_app_may_not_write_them(
 
 
 @pytest.mark.timeout(90)
-def test_a_lane_stops_when_neither_topic_nor_spool_takes_its_letter_and_nothing_is_missing_afterwards(
+def test_lane_stops_when_topic_and_spool_refuse_its_letter(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out")

@@ -149,9 +149,7 @@ def test_the_columns_are_those_of_sparks_own_source(topics: Topics, log: Log, na
     assert [row["timestampType"] for row in topics.table("timestampType", subscribe=name)] == [0, 0, 1]
 
 
-def test_every_message_once_and_in_order_however_the_table_is_cut(
-    topics: Topics, log: Log, name: str
-) -> None:
+def test_table_has_every_message_once_in_order(topics: Topics, log: Log, name: str) -> None:
     log.create(name, partitions=3)
     sent = log.send(name, numbered(20_000))
     expected = {p: sorted(s.offset for s in sent if s.partition == p) for p in range(3)}
@@ -202,9 +200,7 @@ def test_an_empty_topic_is_an_empty_table(topics: Topics, log: Log, name: str) -
     )
 
 
-def test_a_topic_that_is_missing_is_an_error_that_says_what_there_is(
-    topics: Topics, log: Log, name: str
-) -> None:
+def test_missing_topic_error_lists_known_topics(topics: Topics, log: Log, name: str) -> None:
     log.create(name, partitions=1)
     with pytest.raises(BrokerError, match=f"topic '{name}x' does not exist.*existing topics: "):
         topics.table(subscribe=f"{name},{name}x")
@@ -270,9 +266,7 @@ def test_messages_that_retention_took_are_an_error_or_left_out(topics: Topics, l
     assert topics.offsets(subscribe=name) == {0: list(range(40, 100))}, "earliest is what there is"
 
 
-def test_messages_that_go_between_plan_and_read_are_an_error_or_left_out(
-    topics: Topics, log: Log, name: str
-) -> None:
+def test_messages_lost_after_the_plan_are_an_error_or_skipped(topics: Topics, log: Log, name: str) -> None:
     log.create(name, partitions=1)
     log.send(name, numbered(100))
     planned = [RangePartition(OffsetRange(name, 0, 10, 90)), RangePartition(OffsetRange(name, 0, 0, 20))]
@@ -283,7 +277,7 @@ def test_messages_that_go_between_plan_and_read_are_an_error_or_left_out(
     assert [row["offset"] for row in rows(lenient, planned)] == list(range(40, 90))
 
 
-def test_a_log_that_is_shorter_than_planned_is_an_error_or_left_out(
+def test_log_shorter_than_planned_is_an_error_or_skipped(
     topics: Topics, log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keylane.kafka.offset_range.SHORT_LOG_SECONDS", 0.5)
@@ -297,9 +291,7 @@ def test_a_log_that_is_shorter_than_planned_is_an_error_or_left_out(
     assert [row["offset"] for row in rows(lenient, beyond)] == list(range(10, 20))
 
 
-def test_a_stream_goes_on_from_its_offsets_and_every_batch_can_be_read_again(
-    topics: Topics, log: Log, name: str
-) -> None:
+def test_stream_continues_and_its_batches_are_repeatable(topics: Topics, log: Log, name: str) -> None:
     log.create(name, partitions=2)
     log.send(name, [{"value": b"old", "partition": 0}])
     stream = topics.stream("partition", "offset", subscribe=name)
@@ -321,9 +313,7 @@ def test_a_stream_goes_on_from_its_offsets_and_every_batch_can_be_read_again(
     assert topics.stream(subscribe=name, maxOffsetsPerTrigger="4").getDefaultReadLimit() == ReadMaxRows(4)
 
 
-def test_partitions_and_topics_that_are_added_are_read_from_their_beginning(
-    topics: Topics, log: Log, name: str
-) -> None:
+def test_added_partitions_and_topics_are_read_completely(topics: Topics, log: Log, name: str) -> None:
     log.create(f"{name}-a", partitions=1)
     stream = topics.stream("topic", "partition", subscribePattern=f"{name}-.*")
     start = stream.initialOffset()
@@ -336,7 +326,7 @@ def test_partitions_and_topics_that_are_added_are_read_from_their_beginning(
     assert len(rows(stream, stream.partitions(start, end))) == 2
 
 
-def test_a_stream_whose_topic_goes_fails_or_waits_for_it_and_reads_a_new_one_from_its_beginning(
+def test_stream_of_a_deleted_topic_fails_or_waits(
     topics: Topics, log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "PLANNER_RETRY_SECONDS", 0.2)
@@ -422,7 +412,7 @@ def test_spark_reads_tables_and_streams(spark: SparkSession, log: Log, name: str
     assert len(got) == len(set(got)) == 3_500
 
 
-def test_mistakes_are_told_when_the_table_is_loaded_or_used(spark: SparkSession, log: Log, name: str) -> None:
+def test_mistakes_are_reported_on_load_or_use(spark: SparkSession, log: Log, name: str) -> None:
     register(spark)
     read = spark.read.format("keylane.topic").option("kafka.bootstrap.servers", log.bootstrap)
     with pytest.raises(Exception, match="did you mean 'startingOffsets'"):

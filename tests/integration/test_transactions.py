@@ -46,7 +46,7 @@ def fine(log: Log, topic: str) -> list[Any]:
     return [row for row in log.read(topic) if not (row.value or b"").endswith(b"!")]
 
 
-def test_a_letter_that_its_topic_refuses_goes_to_the_spool_and_nothing_is_there_twice(
+def test_refused_letter_is_spooled_and_nothing_repeats(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], caplog: pytest.LogCaptureFixture
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)
@@ -86,7 +86,7 @@ def test_a_result_that_the_sink_rejects_aborts_and_then_fails(log: Log, name: st
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_commits_that_get_lost_now_and_then_leave_every_result_once(
+def test_lost_commits_leave_every_result_once(
     log: Log,
     name: str,
     tmp_path: Path,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0, 40_000, 500)])
-def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_order(
+def test_trickling_results_are_gathered_in_order(
     log: Log,
     name: str,
     tmp_path: Path,

@@ -54,7 +54,7 @@ def states(log: Log, name: str) -> dict[bytes, list[int]]:
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_every_order_of_six_updates_ends_in_the_newest_state_with_a_restart_in_the_middle(
+def test_six_updates_in_any_order_end_in_the_newest_state(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], delivery: str
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=3)
@@ -89,7 +89,7 @@ def test_every_order_of_six_updates_ends_in_the_newest_state_with_a_restart_in_t
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
-def test_a_task_that_dies_forgets_no_version_and_with_exactly_once_none_is_there_twice(
+def test_dead_task_forgets_and_repeats_no_version(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], delivery: str
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=3)
@@ -164,9 +164,7 @@ def test_operator_says_which_version_is_next(log: Log, name: str, tmp_path: Path
     assert states(log, name) == {b"a": [1, 2, 3, 7, 8]}, "what is below it is stale"
 
 
-def test_versions_move_with_their_key_to_partitions_that_were_added(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_versions_move_with_their_key_to_added_partitions(log: Log, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=1)
     keys = [b"p%d" % n for n in range(20)]
     log.send(f"{name}.in", [message(key, version) for version in (1, 2, 3) for key in keys])
@@ -186,9 +184,7 @@ def test_versions_move_with_their_key_to_partitions_that_were_added(
     assert log.read(f"{name}.dlq") == []
 
 
-def test_versions_travel_with_their_partition_from_epoch_to_epoch_and_from_task_to_task(
-    log: Log, name: str, tmp_path: Path
-) -> None:
+def test_versions_follow_their_partition_between_tasks(log: Log, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)
     runner = Runner(log, name, tmp_path, product(name, tmp_path))
     for turn in range(5):
@@ -206,7 +202,7 @@ def test_versions_travel_with_their_partition_from_epoch_to_epoch_and_from_task_
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_million_entities_are_restored_in_seconds_and_bounded_memory(
+def test_million_entities_restore_in_bounded_time_and_memory(
     log: Log, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)

@@ -343,7 +343,7 @@ def test_unknown_resource_error_says_how_to_declare_one() -> None:
         app.check()
 
 
-def test_a_resource_can_only_take_those_before_it() -> None:
+def test_resource_can_only_take_earlier_ones() -> None:
     app = make()
 
     @app.resource

@@ -38,14 +38,14 @@ def sheet(name: str = "drain", measured: str = DAY_ONE, **settings: int) -> Shee
     )
 
 
-def test_a_figure_is_the_median_with_its_lowest_and_highest_round() -> None:
+def test_figure_is_the_median_with_its_extremes() -> None:
     made = sheet()
     for value in (30.0, 10.0, 20.0):
         made.line("keylane", "keylane").add(per_second=value, cores=None)
     assert "| keylane | 20 (10 to 30) | in order, complete |" in made.markdown()
 
 
-def test_a_partial_run_keeps_the_lines_it_did_not_measure_with_their_date(tmp_path: Path) -> None:
+def test_partial_run_keeps_unmeasured_lines(tmp_path: Path) -> None:
     first = sheet()
     first.line("keylane", "keylane").add(per_second=1)
     first.line("go", "go").add(per_second=2)
@@ -71,14 +71,14 @@ def test_lines_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     assert [line.label for line in report.read_all(tmp_path)[0].lines] == ["keylane"]
 
 
-def test_what_must_not_be_is_told_with_its_place() -> None:
+def test_violations_are_reported_with_their_position() -> None:
     made = sheet()
     made.line("keylane", "keylane").problems.append("round 1: 3 lost")
     assert made.all_problems == ["drain, keylane: round 1: 3 lost"]
     assert "**FAILED: round 1: 3 lost**" in made.markdown()
 
 
-def test_the_report_has_a_summary_and_a_picture_of_everything_that_is_there(tmp_path: Path) -> None:
+def test_report_has_a_summary_and_a_picture(tmp_path: Path) -> None:
     drain, offered, curve = sheet(), sheet("offered"), sheet("curve")
     drain.line("keylane", "keylane").add(per_second=100_000)
     drain.line("Spark <micro-batch>", "spark").add(per_second=40_000)
@@ -106,7 +106,7 @@ def test_the_report_has_a_summary_and_a_picture_of_everything_that_is_there(tmp_
     assert json.loads((tmp_path / "report.json").read_text())["sheets"][0]["name"] == "drain"
 
 
-def test_a_file_that_is_no_sheet_is_named(tmp_path: Path) -> None:
+def test_invalid_results_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "drain.json").write_text("{}")
     with pytest.raises(BenchError, match=r"drain\.json is not a sheet"):
         report.read_all(tmp_path)
@@ -127,16 +127,14 @@ def test_the_rate_leaves_out_the_first_fifth() -> None:
         (["keys", "--keys", "few"], "--keys few"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(
+def test_wrong_usage_is_reported_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_the_command_finds_the_checkout_around_it_or_says_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_command_finds_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "__main__.py").touch()
     (tmp_path / "src" / "keylane").mkdir(parents=True)
@@ -151,7 +149,7 @@ def test_the_command_finds_the_checkout_around_it_or_says_what_it_needs(
     assert "clone the repository" in str(result.exception)
 
 
-def test_what_grows_by_five_percent_after_the_warm_up_is_found() -> None:
+def test_growth_of_five_percent_is_found() -> None:
     def samples(workers: Callable[[float], float]) -> list[Sample]:
         return [
             Sample(
@@ -180,7 +178,7 @@ def test_a_lane_that_is_left_when_nothing_is_to_do_is_found(
     assert _left(tmp_path) == 3
 
 
-def test_the_heap_is_what_a_full_collection_left(tmp_path: Path) -> None:
+def test_heap_is_measured_after_a_full_collection(tmp_path: Path) -> None:
     log = tmp_path / "collections.log"
     assert _heap(log) == 0
     log.write_text(
@@ -191,7 +189,7 @@ def test_the_heap_is_what_a_full_collection_left(tmp_path: Path) -> None:
     assert _heap(log) == 41
 
 
-def test_a_retry_of_one_stage_is_worth_a_fifth_of_the_p99_by_arithmetic(
+def test_retry_of_one_stage_is_a_fifth_of_the_p99(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ideal.main([])

@@ -109,12 +109,12 @@ def test_a_duplicate_in_an_exactly_once_sink_is_found() -> None:
     assert judge(whole(results=again, delivery="at_least_once", outages=[(0, MS)])).ok
 
 
-def test_a_transaction_that_nobody_ended_is_found() -> None:
+def test_open_transaction_is_found() -> None:
     assert judge(whole(left_open=0.5)).ok
     assert rules(judge(whole(left_open=58.0))) == {"left open"}
 
 
-def test_a_duplicate_is_excused_when_progress_was_deleted_from_outside() -> None:
+def test_duplicate_after_outside_deletion_is_excused() -> None:
     """Then nobody could know what was done."""
     evidence = replace(crashed(), delivery=EXACTLY_ONCE)
     assert rules(judge(evidence)) == {"sink repeat"}
@@ -135,12 +135,12 @@ def test_progress_that_moved_back_is_found() -> None:
     assert "progress moved back" in rules(judge(whole(samples=none)))
 
 
-def test_progress_that_forgot_what_was_done_above_its_watermark_is_found() -> None:
+def test_progress_that_forgot_done_offsets_is_found() -> None:
     samples = [sample(305, 10, 30, (10,)), sample(310, 10, 30, (10, 20))]
     assert rules(judge(whole(samples=samples))) == {"progress forgot"}
 
 
-def test_what_is_done_above_the_offset_of_a_partition_that_is_shared_out_stands_elsewhere() -> None:
+def test_shared_partition_keeps_done_offsets_elsewhere() -> None:
     before = sample(305, 10, 30, (10,))
     shared = replace(sample(310, 10), raw={0: RANGES})
     assert judge(whole(samples=[before, shared, sample(315, 10, 30, (10,))])).ok
@@ -149,12 +149,12 @@ def test_what_is_done_above_the_offset_of_a_partition_that_is_shared_out_stands_
     assert rules(judge(whole(samples=[before, back]))) == {"progress moved back"}
 
 
-def test_a_commit_ahead_of_what_is_done_is_found() -> None:
+def test_commit_ahead_of_done_messages_is_found() -> None:
     assert rules(judge(whole(samples=[sample(200, 25)]))) == {"commit ahead"}
     assert rules(judge(whole(samples=[sample(200, 10, 25, (10, 12))]))) == {"commit ahead"}
 
 
-def test_a_repeat_of_what_was_committed_is_found() -> None:
+def test_repeat_of_a_committed_message_is_found() -> None:
     assert rules(judge(crashed(samples=[sample(240, 22), sample(620, 40)]))) == {"repeat of committed"}
 
 
@@ -189,7 +189,7 @@ def test_dead_letters_that_are_missing_or_too_many_are_found() -> None:
     assert rules(judge(whole(letters=[(0, 7), (9, 9)]))) == {"letter unknown"}
 
 
-def test_what_was_not_done_in_time_is_found() -> None:
+def test_unfinished_messages_are_found() -> None:
     assert rules(judge(whole(caught_up=False))) == {"stuck"}
 
 
@@ -201,7 +201,7 @@ def zombie(**changed: object) -> Evidence:
     return replace(evidence, **changed)  # type: ignore[arg-type]
 
 
-def test_what_a_zombie_does_after_its_fence_is_left_out_and_nothing_else() -> None:
+def test_only_fenced_zombie_events_are_left_out() -> None:
     ruling = judge(zombie())
     assert ruling.ok, ruling.findings
     assert ruling.facts["by zombies"] == 5
@@ -214,7 +214,7 @@ def test_what_a_zombie_does_after_its_fence_is_left_out_and_nothing_else() -> No
     assert "overlap" in rules(judge(early))
 
 
-def test_where_tasks_share_a_partition_the_other_one_does_not_fence_a_zombie() -> None:
+def test_sharing_task_does_not_fence_a_zombie() -> None:
     """It ends what it was at, writes that down and lets go before anybody has taken its slots."""
     events = [attempt(n, n * 10, n * 10 + 9, owner="other") for n in range(1, COUNT, 2) if n != 7]
     events += [attempt(7, 70, 79, owner="other", outcome="dead")]
@@ -241,7 +241,7 @@ def test_a_zombie_that_moves_progress_is_found() -> None:
     assert "commit ahead" in rules(judge(zombie(samples=ahead, history=History(events=tuple(events)))))
 
 
-def test_a_zombie_that_nobody_replaced_proves_nothing() -> None:
+def test_zombie_without_a_replacement_proves_nothing() -> None:
     assert rules(judge(whole(zombies={"one": 399 * MS}))) == {"thin"}
     # One that was stopped before it had begun anything, and never did, is none.
     assert judge(whole(zombies={"other": 399 * MS})).ok

@@ -49,5 +49,5 @@ def test_epochs_are_short_where_a_fault_waits_for_their_end() -> None:
         ("--seeds 1 --pairs 1", [*(kind.ending for kind in Kind), 99]),
     ],
 )
-def test_what_is_asked_for_is_what_is_run(given: str, seeds: list[int]) -> None:
+def test_requested_faults_are_run(given: str, seeds: list[int]) -> None:
     assert _seeds(_parser().parse_args(given.split())) == seeds

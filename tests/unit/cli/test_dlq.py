@@ -106,7 +106,7 @@ def survey(
         (None, "-"),
     ],
 )
-def test_a_key_is_shown_as_text_when_it_looks_like_what_it_is(key: bytes | None, shown: str) -> None:
+def test_readable_key_is_shown_as_text(key: bytes | None, shown: str) -> None:
     assert show_key(key) == shown
 
 
@@ -190,7 +190,7 @@ def test_dlq_list_groups_by_cause_most_frequent_first() -> None:
     assert (made.letters, made.lanes) == (5, 3)
 
 
-def test_what_was_parked_behind_a_message_has_its_cause() -> None:
+def test_messages_parked_behind_another_have_its_cause() -> None:
     made = survey(
         parked(0, 100, behind=False),
         parked(1, 100),
@@ -207,7 +207,7 @@ def test_what_was_parked_behind_a_message_has_its_cause() -> None:
     assert survey(parked(0, 100, behind=False), parked(1, 100), stage="answer").letters == 2
 
 
-def test_a_letter_that_lies_there_twice_counts_once() -> None:
+def test_repeated_letter_counts_once() -> None:
     made = survey(letter(0), letter(1, source_offset=100), letter(2, source_offset=100, redrives=1))
     assert (made.letters, made.repeats) == (2, 1)
 
@@ -263,7 +263,7 @@ def test_letters_can_be_selected(selection: dict[str, Any], taken: list[int]) ->
     assert sorted(int(line.position.partition("@")[2]) for line in made.lines()) == taken
 
 
-def test_a_letter_without_a_time_lies_in_no_span_of_time() -> None:
+def test_letter_without_a_time_matches_no_period() -> None:
     assert survey(parked(0, 7)).letters == 1
     assert survey(parked(0, 7), since=0.0).letters == 0
     assert survey(parked(0, 7), until=NOW * 2).letters == 0
@@ -285,7 +285,7 @@ def test_survey_of_many_letters_takes_little_memory() -> None:
     assert grown < 1000
 
 
-def test_survey_tells_only_some_thousand_causes_apart() -> None:
+def test_summary_distinguishes_only_some_thousand_causes() -> None:
     made = survey(*(letter(number, message="x" * number) for number in range(300)))
     assert len(made.groups()) == 300
     made = DeadLetterSummary(DeadLetterFilter(), {})
@@ -325,7 +325,7 @@ def test_a_time_is_local_unless_it_says_otherwise() -> None:
 @pytest.mark.parametrize(
     "text", ["", "2", "h", "-2h", "2 h", "2y", "yesterday", "2026-13-01", "inf", "1e9s", "٣h"]
 )
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--since: expected an age \(30m, 2h, 7d\) or a time"):
         moment(text, NOW, "--since")
 
@@ -335,7 +335,7 @@ def test_a_position_is_a_partition_and_an_offset() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "3/", "/17", "a/b", "-1/2", "1/2/3", "1/" + "9" * 30, "٣/1"])
-def test_what_is_no_position_is_refused(text: str) -> None:
+def test_invalid_position_is_refused(text: str) -> None:
     with pytest.raises(
         SettingsError, match=r"expected a position PARTITION@OFFSET, such as 3@17 or chat\.dlq/3@17, got "
     ):
@@ -472,7 +472,7 @@ def test_list_takes_the_filters(topic: Read) -> None:
     assert "0 dead letters of 0 lanes in chat.dlq" in run("list", "chat", "--kind", "parked")
 
 
-def test_list_leaves_out_what_was_redriven(topic: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_leaves_out_redriven_letters(topic: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     topic += [letter(0), letter(1)]
     knows(monkeypatch, {1: {0}})
     assert "1 dead letter of 1 lane in chat.dlq; 1 redriven, not shown (--all)" in run("list", "chat")
@@ -481,7 +481,7 @@ def test_list_leaves_out_what_was_redriven(topic: Read, monkeypatch: pytest.Monk
     assert facts("show", "chat", "1@0")["redriven"]
 
 
-def test_show_tells_all_about_a_letter(topic: Read) -> None:
+def test_show_prints_all_about_a_letter(topic: Read) -> None:
     topic.append(letter(5, redrives=2))
     shown = run("show", "chat", "1@5")
     for says in (
@@ -571,7 +571,7 @@ def test_foreign_letters_are_listed_with_the_reason(topic: Read, more: dict[str,
     assert facts("show", "chat", "1@1")["foreign"] is None
 
 
-def test_show_shows_what_is_no_letter(topic: Read) -> None:
+def test_show_prints_a_record_that_is_not_a_letter(topic: Read) -> None:
     topic.append(rubbish(3))
     shown = run("show", "chat", "0@3")
     assert "unreadable it has no header 'keylane-app'" in shown
@@ -598,7 +598,7 @@ def test_dlq_show_gives_a_bounded_value_as_text_or_bytes(topic: Read, value: byt
     assert len(shown) < 8000
 
 
-def test_a_time_that_no_calendar_has_is_shown_all_the_same(topic: Read) -> None:
+def test_time_outside_the_calendar_is_shown(topic: Read) -> None:
     topic.append(
         letter(0, timestamp=10**17, failures=(FailedAttempt(stage="s", attempt=1, at=-1e300, error="e"),))
     )

@@ -162,7 +162,7 @@ def test_an_age_has_its_two_largest_units(seconds: float, said: str) -> None:
 # -- show ----------------------------------------------------------------------------------------------------------
 
 
-def test_show_tells_all_about_a_lane_and_what_to_do_next(log: StateLog) -> None:
+def test_show_prints_a_lane_and_the_next_steps(log: StateLog) -> None:
     log.stop(stopped(b"two words", why="its lane could not be parked: no\x1bboard"))
     with operator() as given:
         log.answer(given.command("release", partition=1, key=b"two words", offset=100))
@@ -237,7 +237,7 @@ def test_show_shows_a_key_that_stopped_in_two_partitions_twice(log: StateLog) ->
     assert [lane["partition"] for lane in facts("show", "chat", "k1")] == [1, 2]
 
 
-def test_show_remembers_a_lane_that_goes_on(log: StateLog) -> None:
+def test_show_prints_the_history_of_a_resumed_lane(log: StateLog) -> None:
     with operator() as given:
         log.answer(given.command("release", partition=1, key=b"k1", offset=100))
         log.answer(given.command("release", partition=2, key=None, offset=7))
@@ -257,7 +257,7 @@ def test_show_names_no_command_for_a_lane_that_is_being_skipped(log: StateLog) -
 
 
 @pytest.mark.parametrize(("command", "done"), [("release", "released"), ("skip", "skipped")])
-def test_an_order_is_given_and_what_came_of_it_is_told(command: str, done: str, log: StateLog) -> None:
+def test_command_is_given_and_its_result_printed(command: str, done: str, log: StateLog) -> None:
     log.stop(stopped(b"k1"))
     log.app = log.answer
     assert run(command, "chat", "k1") == f"lane k1: {done} by task {OWNER}, 0.3 s later\n"
@@ -274,7 +274,7 @@ def test_an_app_that_does_not_run_carries_it_out_when_it_starts(command: str, lo
     assert (order.do, order.partition, order.key, order.offset) == (command, 1, None, 7)
 
 
-def test_an_order_that_stands_is_waited_for_and_not_given_again(log: StateLog) -> None:
+def test_open_command_is_awaited_and_not_given_again(log: StateLog) -> None:
     log.stop(stopped(b"k1"))
     run("release", "chat", "k1", *QUICK)
     run("release", "chat", "k1", *QUICK)
@@ -293,7 +293,7 @@ def test_an_order_that_stands_is_waited_for_and_not_given_again(log: StateLog) -
     assert len(log.given) == 1
 
 
-def test_release_cancels_a_skip_that_stands_and_says_so(log: StateLog) -> None:
+def test_release_cancels_an_open_skip_and_says_so(log: StateLog) -> None:
     log.stop(stopped(b"k1"))
     run("skip", "chat", "k1", *QUICK)
     done = CliRunner().invoke(app, ["lanes", "release", "chat", "k1", *QUICK])
@@ -323,7 +323,7 @@ def test_released_message_that_fails_again_is_reported(log: StateLog) -> None:
     assert "blocked again" not in run("release", "chat", "k2")
 
 
-def test_what_the_app_did_not_do_is_exit_code_1(log: StateLog) -> None:
+def test_unanswered_command_exits_with_1(log: StateLog) -> None:
     log.stop(stopped(b"k1"))
 
     def refuse(order: Command) -> None:
@@ -362,13 +362,13 @@ def test_some_of_all_may_not_answer(log: StateLog) -> None:
     assert "1 of 2 lanes released\nthe command not answered yet" in shown
 
 
-def test_all_of_none_is_no_mistake(log: StateLog) -> None:
+def test_all_without_lanes_is_not_an_error(log: StateLog) -> None:
     log.stop(stopped(b"parked", LaneStatus.PARKED))
     assert run("release", "chat", "--all") == "no lane of app 'chat' is blocked\n"
     assert facts("release", "chat", "--all") == []
 
 
-def test_ctrl_c_leaves_the_order_standing(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_command_open(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
     log.stop(stopped(b"k1"))
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -434,7 +434,7 @@ def test_lanes_cancel_takes_effect_when_the_app_starts(log: StateLog) -> None:
 # -- audit ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_audit_shows_who_did_what_and_what_came_of_it(log: StateLog) -> None:
+def test_audit_shows_operators_commands_and_results(log: StateLog) -> None:
     assert run("audit", "chat") == "app 'chat' has never been given a command\n"
     with operator() as given:
         given.command("skip", partition=1, key=b"k1", offset=100)

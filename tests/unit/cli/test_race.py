@@ -60,7 +60,7 @@ def test_live_trace_shows_the_last_messages() -> None:
         ("global", [1, 0, 2, 3], False),
     ],
 )
-def test_each_order_is_judged_by_what_it_promises(order: str, finished: list[int], sound: bool) -> None:
+def test_each_ordering_is_judged_by_its_promise(order: str, finished: list[int], sound: bool) -> None:
     assert track(order, finished).sound is sound
 
 
@@ -107,12 +107,14 @@ def test_an_app_gets_another_order_for_a_run_and_keeps_its_own() -> None:
         (App("shop", source="in"), "rows", "must be 'key', 'partition', 'global' or 'none'"),
     ],
 )
-def test_an_order_that_does_not_fit_the_app_is_refused(app: App, order: str, said: str) -> None:
+def test_ordering_that_does_not_fit_the_app_is_refused(app: App, order: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said.replace("(", r"\(")):
         app.with_order(order)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("given", "level"), [("", "INFO"), ("error", "ERROR"), ("loud", "INFO")])
-def test_the_environment_says_what_tasks_log(given: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_the_tasks_log_level(
+    given: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KEYLANE_LOG", given)
     assert logging.getLevelName(_level()) == level

@@ -116,7 +116,7 @@ def test_a_lane_runs_in_the_order_of_its_messages() -> None:
     assert only(chosen([letter(0), letter(1), late])).sources() == [3, 100, 101]
 
 
-def test_what_was_redriven_archived_or_is_no_letter_is_left_out() -> None:
+def test_redriven_and_archived_letters_are_left_out() -> None:
     letters: Topic = [letter(0), letter(1), letter(2, kind=DeadLetterKind.ARCHIVED), rubbish(3), letter(4)]
     made = chosen(letters, redriven=[0])
     assert only(made).letters() == (1, 4)
@@ -133,7 +133,7 @@ def test_redrive_selects_a_letter_with_its_repetition() -> None:
     assert only(chosen(letters, [1])).letters() == (1,)
 
 
-def test_the_repetition_of_one_that_was_redriven_is_left_out() -> None:
+def test_repeat_of_a_redriven_letter_is_left_out() -> None:
     made = chosen(
         [letter(0), letter(7, source_offset=100), letter(8, source_offset=100, redrives=1)], redriven=[0]
     )
@@ -210,7 +210,7 @@ def standing(letters: Iterable[int] | None) -> Command:
         ([0, 2], [0, 2], True, None),
     ],
 )
-def test_order_that_stands_and_names_the_letters_is_taken(
+def test_open_command_that_names_the_letters_is_reused(
     stands: list[int] | None, wanted: list[int], whole: bool, becomes: Any
 ) -> None:
     lot = only(chosen([letter(0), letter(1), letter(2)], wanted))
@@ -346,7 +346,7 @@ def test_letters_are_chosen_by_place_lane_filter_or_all(
     assert {command.do for command in log.given} == {"redrive"}
 
 
-def test_what_came_of_it_is_told_in_total(topic: Topic, log: StateLog) -> None:
+def test_results_are_printed_in_total(topic: Topic, log: StateLog) -> None:
     topic += [letter(0), letter(1, b"k2"), letter(2, kind=DeadLetterKind.ARCHIVED), letter(3)]
     log.redriven(1, 3)
     works(log)
@@ -356,7 +356,7 @@ def test_what_came_of_it_is_told_in_total(topic: Topic, log: StateLog) -> None:
     )
 
 
-def test_what_did_not_come_through_is_exit_code_1(topic: Topic, log: StateLog) -> None:
+def test_failed_redrive_exits_with_1(topic: Topic, log: StateLog) -> None:
     topic += [letter(n, b"k%d" % n) for n in range(25)]
     works(log, 3, 1, 2)
     shown = run("chat", "--all", code=1)
@@ -413,7 +413,7 @@ def test_an_app_that_does_not_run_does_it_when_it_starts(topic: Topic, log: Stat
     assert len(log.given) == 2
 
 
-def test_orders_that_stand_are_waited_for_and_not_given_again(topic: Topic, log: StateLog) -> None:
+def test_open_redrives_are_awaited_and_not_given_again(topic: Topic, log: StateLog) -> None:
     topic += [letter(0), letter(1, b"k2")]
     for _ in range(3):
         run("chat", "--all", "--no-wait")
@@ -433,9 +433,7 @@ def test_no_wait_gives_the_orders_and_leaves(topic: Topic, log: StateLog) -> Non
     assert len(log.given) == 1
 
 
-def test_an_order_that_nobody_answers_any_more_is_exit_code_1(
-    topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_command_exits_with_1(topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keylane.state.admin._ANSWER_GRACE_SECONDS", 0.1)
     topic.append(letter(0))
     with AdminClient(KafkaSettings("nowhere:1"), "chat") as operator:
@@ -464,7 +462,9 @@ def test_ctrl_c_ends_the_waiting_only(topic: Topic, log: StateLog, monkeypatch: 
     assert len(log.given) == 1
 
 
-def test_progress_is_told_now_and_then(topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_printed_at_intervals(
+    topic: Topic, log: StateLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redrive, "_LINE_INTERVAL_SECONDS", 0.05)
     topic += [letter(0), letter(1, b"k2")]
 
@@ -508,7 +508,7 @@ def test_nothing_to_redrive_is_said(topic: Topic, log: StateLog) -> None:
     assert log.given == []
 
 
-def test_a_parked_lane_whose_letters_are_gone_can_be_let_go(topic: Topic, log: StateLog) -> None:
+def test_parked_lane_without_letters_can_be_resumed(topic: Topic, log: StateLog) -> None:
     log.stop(stopped(b"k1", LaneStatus.PARKED))
     works(log, 0)
     for way in (["--lane", "k1"], ["--all"]):
@@ -525,7 +525,7 @@ def test_redrive_filter_matching_all_of_a_lane_takes_it_whole(topic: Topic, log:
     assert [(command.key, command.letters) for command in log.given] == [(b"k1", None)]
 
 
-def test_letters_of_blocked_lanes_wait_for_what_stands_there(topic: Topic, log: StateLog) -> None:
+def test_letters_of_blocked_lanes_wait_for_their_message(topic: Topic, log: StateLog) -> None:
     log.stop(stopped(b"k1"))
     topic += [letter(0), letter(1, b"k2")]
     works(log)

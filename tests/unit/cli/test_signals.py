@@ -114,7 +114,7 @@ def work():
     assert (code, lines[-1]) == (0, "the end: drained")
 
 
-def test_the_end_has_its_time_also_when_nobody_asked() -> None:
+def test_end_is_bounded_without_a_stop_request() -> None:
     work = """
 def work():
     stopper.runs(0.2)
@@ -168,7 +168,7 @@ def test_signal_during_the_apps_import_is_kept() -> None:
     assert (code, lines[-1]) == (0, "abandoned: stopped: nothing was running")
 
 
-def test_output_that_nobody_reads_holds_up_no_stop() -> None:
+def test_unread_output_delays_no_stop() -> None:
     work = """
 def block(line):
     time.sleep(60)
@@ -197,7 +197,7 @@ def test_the_works_own_error_comes_through() -> None:
     assert not issubclass(AbandonedError, Exception)
 
 
-def test_what_keeps_the_process_does_not_keep_it_for_ever() -> None:
+def test_process_ends_despite_a_hanging_thread() -> None:
     script = (
         "import threading, time\nfrom keylane.cli import signals\nsignals._EXIT_SECONDS_MAX = 0.3\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\nsignals.last_resort(7)\n"

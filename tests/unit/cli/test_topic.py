@@ -39,7 +39,7 @@ def call(*arguments: str) -> str:
     return done.stdout
 
 
-def test_create_says_what_it_created() -> None:
+def test_create_lists_created_topics() -> None:
     assert call("create", "a", "b", "--partitions", "1", "--config", "retention.ms=1000") == (
         "created topic a with 1 partition\ncreated topic b with 1 partition\n"
     )

@@ -45,7 +45,7 @@ def wait(key: bytes) -> RetryState:
     return RetryState(stage="", attempt=1, attempts=0, since=AT, due=AT, slot=slot, waited=AT, lives=1)
 
 
-def test_show_names_marks_and_what_waits(log: StateLog) -> None:
+def test_show_prints_marks_and_waiting_messages(log: StateLog) -> None:
     kept = {140: wait(b"user-17"), 150: wait(b"other")}
     log.put(2, ATTEMPTS, encode_retries(kept, 10_000))
     assert facts("show", "chat", "user-17") == {
@@ -103,7 +103,7 @@ def test_reset_that_the_app_refuses_fails(log: StateLog) -> None:
     assert "not reset: the app has no versions" in run("reset", "chat", "user-17", code=1)
 
 
-def test_reset_stands_until_the_app_starts(log: StateLog) -> None:
+def test_reset_waits_for_the_app_to_start(log: StateLog) -> None:
     assert "the app carries out the command when it starts" in run("reset", "chat", "user-17", "--wait", "0")
     assert "reset requested" in run("show", "chat", "user-17")
     assert facts("show", "chat", "user-17")["ordered"] is True

@@ -48,7 +48,7 @@ def test_seed_value_has_its_facts_and_the_given_size() -> None:
     assert set(sequences) == {b"k0", b"k1", b"k2"}
 
 
-def test_a_value_looks_as_every_reader_of_the_format_expects() -> None:
+def test_value_has_the_documented_format() -> None:
     ((key, value, _),) = made(SeedLoad(messages=1, keys=1, value_size=40, seed=7))
     assert key == b"k0"
     assert value == b"0|1000000|7-0|" + b"x" * 26

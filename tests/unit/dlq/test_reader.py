@@ -119,7 +119,7 @@ def test_a_letter_read_back_is_the_message_and_why_it_is_dead() -> None:
     assert found.identity == identity().source
 
 
-def test_the_app_is_the_first_header_and_what_is_not_known_is_left_out() -> None:
+def test_app_is_the_first_header_and_unknown_ones_are_omitted() -> None:
     names = [name for name, _ in headers(version=None)]
     assert names[0] == "keylane-app"
     assert names[1:] == [
@@ -145,7 +145,7 @@ def test_a_kind_may_be_given_by_its_name() -> None:
     assert letter(context).kind is DeadLetterKind.PARKED
 
 
-def test_one_that_was_parked_behind_another_has_no_error_of_its_own() -> None:
+def test_message_parked_behind_another_has_no_own_error() -> None:
     context = headers(DeadLetterKind.PARKED, behind=True, park=1040, at=1_700_000_001.0)
     names = {name for name, _ in context}
     assert not names & {"keylane-stage", "keylane-error", "keylane-message", "keylane-traceback"}
@@ -174,14 +174,14 @@ def test_headers_of_the_message_that_look_like_ours_stay_its_own() -> None:
     assert (found.headers, found.topic) == (tuple(own), "chat.in")
 
 
-def test_a_letter_that_someone_put_back_into_the_source_and_died_again_has_the_last_context() -> None:
+def test_letter_republished_to_the_source_has_the_last_context() -> None:
     first = headers(version="old")
     again = letter(headers(redrives=1), [*OWN, *first])
     assert (again.app_version, again.redrives) == ("1.4", 1)
     assert again.headers == (*OWN, *first)
 
 
-def test_a_redriven_message_that_dies_again_does_not_stack_its_contexts() -> None:
+def test_letter_of_a_failed_redrive_has_one_context() -> None:
     own: Headers | None = OWN
     for redrives in range(3):
         found = letter(headers(redrives=redrives), own)
@@ -267,11 +267,11 @@ def changed(**changes: str | bytes | None) -> Headers:
         (changed(failures='[{"stage": "", "attempt": 1, "at": 1%s, "error": ""}]' % ("0" * 400)), "not a list"),
     ],
 )  # fmt: skip
-def test_what_is_no_letter_says_what_is_wrong(context: Headers, says: str) -> None:
+def test_invalid_letter_names_its_problem(context: Headers, says: str) -> None:
     assert says in reason(context)
 
 
-def test_what_is_no_letter_keeps_what_it_holds() -> None:
+def test_invalid_letter_keeps_its_content() -> None:
     found = parse(record([], [("a", b"b")]))
     assert isinstance(found, UnreadableDeadLetter)
     assert (found.position, found.key, found.value, found.headers) == ("3@17", b"k", b"v", (("a", b"b"),))
@@ -282,7 +282,7 @@ class Mangled(MemoryRecord):
         return b"\xff".decode()
 
 
-def test_a_header_whose_name_is_no_text_is_no_letter() -> None:
+def test_header_with_a_binary_name_makes_an_invalid_letter() -> None:
     found = parse(Mangled(topic="t", partition=0, offset=0, key=None, value=None))
     assert isinstance(found, UnreadableDeadLetter)
     assert "the name of a header is not UTF-8" in found.reason
@@ -310,13 +310,13 @@ def test_a_letter_is_the_record_that_it_was() -> None:
     assert original.headers() == OWN
 
 
-def test_a_letter_without_headers_and_timestamp_is_one_as_the_client_has_it() -> None:
+def test_letter_without_headers_and_timestamp_is_read() -> None:
     original = DeadLetterMessage(letter(headers(timestamp=None), [], key=None, value=None))
     assert (original.headers(), original.timestamp()) == (None, (0, 0))
     assert (original.key(), original.value()) == (None, None)
 
 
-def test_a_repeat_is_the_same_message_redriven_as_often_with_the_same_fate() -> None:
+def test_repeated_letter_has_the_same_redrives_and_outcome() -> None:
     repeats = SeenDeadLetters()
     assert not repeats.seen(letter(headers()))
     assert repeats.seen(letter(headers(), offset=18))
@@ -421,7 +421,7 @@ def test_every_partition_is_read_to_its_end_as_of_the_beginning(client: Client) 
     assert client.group == "chat", "a group on which the app has rights"
 
 
-def test_a_partition_that_ends_in_records_that_nobody_gets_ends_all_the_same(client: Client) -> None:
+def test_partition_with_invisible_final_records_ends(client: Client) -> None:
     client.replies = [Reply((0, 0)), eof(0), Reply((2, 0)), eof(2)]
     assert read(client) == ["0@0", "2@0"]
 
@@ -439,7 +439,7 @@ def test_nothing_to_read_makes_no_consumer(client: Client, more: dict[str, Any])
     assert client.closed == 0
 
 
-def test_an_app_without_dead_letters_is_told_at_once(client: Client) -> None:
+def test_app_without_dead_letters_is_reported_at_once(client: Client) -> None:
     with pytest.raises(
         BrokerError, match=r"app 'shop' has no dead letters: topic 'shop\.dlq' does not exist at here:1"
     ):
@@ -448,12 +448,12 @@ def test_an_app_without_dead_letters_is_told_at_once(client: Client) -> None:
         read_dead_letters(cast("KafkaSettings", client), "shop")
 
 
-def test_a_partition_that_is_not_there_is_told_at_once(client: Client) -> None:
+def test_missing_partition_is_reported_at_once(client: Client) -> None:
     with pytest.raises(BrokerError, match=r"'chat\.dlq' has no partition 3: the last one is 2"):
         read_dead_letters(cast("KafkaSettings", client), "chat.dlq", partitions=[0, 3])
 
 
-def test_a_broker_that_goes_silent_is_an_error_and_says_the_last_complaint(client: Client) -> None:
+def test_silent_broker_error_quotes_its_last_complaint(client: Client) -> None:
     client.replies = [Reply((0, 0)), Reply((-1, -1), ClientError(ClientError._ALL_BROKERS_DOWN)), None]
     with pytest.raises(
         BrokerError, match=r"'chat\.dlq' was not read to its end: nothing came for 0.05 s \(.*All broker"

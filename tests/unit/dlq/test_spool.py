@@ -83,7 +83,7 @@ def filled(spool: Spool, *numbers: int) -> Path:
 # -- kept and shipped ----------------------------------------------------------------------------------------------
 
 
-def test_a_letter_is_shipped_as_it_was_appended_and_its_file_goes(spool: Spool) -> None:
+def test_letter_is_shipped_unchanged_and_its_file_removed(spool: Spool) -> None:
     letters = [
         entry(0),
         entry(1, key=None, value=None, headers=(), timestamp=None),
@@ -157,7 +157,7 @@ def test_apps_do_not_see_each_others_letters(spool: Spool) -> None:
     assert Spool(spool.folder.parent.parent, "shop", "c1").waiting() == 0
 
 
-def test_letters_come_again_until_every_one_of_their_file_is_acknowledged(spool: Spool) -> None:
+def test_letters_repeat_until_their_file_is_acknowledged(spool: Spool) -> None:
     for number in range(5):
         spool.append(entry(number))
     with pytest.raises(KeylaneError, match="refused"):
@@ -168,7 +168,7 @@ def test_letters_come_again_until_every_one_of_their_file_is_acknowledged(spool:
     assert [letter.key for letter in topic.took] == [b"k0", b"k1", b"k2", b"k3", b"k4"]
 
 
-def test_a_letter_that_is_refused_for_itself_stays_and_holds_up_no_other(spool: Spool) -> None:
+def test_refused_letter_stays_and_delays_no_other(spool: Spool) -> None:
     took: list[bytes | None] = []
     large = {b"k1", b"k3"}
 
@@ -192,9 +192,7 @@ def test_a_letter_that_is_refused_for_itself_stays_and_holds_up_no_other(spool: 
     assert files(spool) == []
 
 
-def test_a_file_is_shipped_in_windows_and_removed_after_the_last_acknowledgement(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_shipped_in_windows_and_then_removed(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "WINDOW_RECORDS", 2)
     path = filled(spool, *range(5))
     pending: list[Future[None]] = []
@@ -219,7 +217,7 @@ def test_a_file_is_shipped_in_windows_and_removed_after_the_last_acknowledgement
     assert not path.exists()
 
 
-def test_a_topic_that_never_answers_ends_the_shipping_and_the_letters_stay(spool: Spool) -> None:
+def test_silent_topic_ends_shipping_and_letters_stay(spool: Spool) -> None:
     path = filled(spool, 0)
     with pytest.raises(SpoolError, match=r"no acknowledgement came within 0\.01 s"):
         spool.ship(lambda _: Future(), timeout=0.01)
@@ -241,7 +239,7 @@ def test_letters_can_be_appended_while_others_are_shipped(spool: Spool) -> None:
     assert [letter.key for letter in topic.took] == [b"k0", b"k1"]
 
 
-def test_the_oldest_file_is_shipped_first_also_those_of_dead_processes(spool: Spool) -> None:
+def test_oldest_file_is_shipped_first(spool: Spool) -> None:
     paths = [filled(spool, number) for number in range(12)]  # …-10.spool comes before …-2.spool by name
     for age, path in enumerate(paths):
         os.utime(path, ns=(age * 10**9, age * 10**9))
@@ -275,7 +273,7 @@ sys.stdin.read()
 """
 
 
-def test_the_file_of_a_live_process_is_left_to_it_and_that_of_a_dead_one_is_not(spool: Spool) -> None:
+def test_only_files_of_dead_processes_are_shipped(spool: Spool) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(spool.folder.parent.parent)],
         stdin=subprocess.PIPE,
@@ -311,7 +309,7 @@ def test_two_that_ship_never_ship_the_same_file(spool: Spool) -> None:
     assert seen.took == []
 
 
-def test_a_file_that_was_shipped_between_finding_and_locking_it_is_not_shipped_again(
+def test_file_shipped_before_its_lock_is_not_shipped_again(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = filled(spool, 0)
@@ -325,9 +323,7 @@ def test_a_file_that_was_shipped_between_finding_and_locking_it_is_not_shipped_a
     assert spool.ship(Topic().send) == 0
 
 
-def test_a_new_file_that_another_takes_away_before_it_is_locked_is_not_used(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_file_removed_before_its_lock_is_not_used(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.flock
     taken: list[int] = []
 
@@ -349,7 +345,7 @@ def test_a_new_file_that_another_takes_away_before_it_is_locked_is_not_used(
 # -- torn and damaged ----------------------------------------------------------------------------------------------
 
 
-def test_a_letter_torn_at_any_byte_is_skipped_and_those_before_it_are_shipped(
+def test_torn_letter_is_skipped_and_earlier_ones_shipped(
     spool: Spool, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = filled(spool, 0, 1, 2)
@@ -366,7 +362,7 @@ def test_a_letter_torn_at_any_byte_is_skipped_and_those_before_it_are_shipped(
         assert ("was not written to its end" in caplog.text) == (size > last)
 
 
-def test_what_is_readable_of_a_damaged_file_is_shipped_and_the_file_is_kept(
+def test_readable_letters_of_a_damaged_file_are_shipped(
     spool: Spool, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = filled(spool, 0, 1, 2)
@@ -386,7 +382,7 @@ def test_what_is_readable_of_a_damaged_file_is_shipped_and_the_file_is_kept(
         aside.unlink()
 
 
-def test_a_last_letter_of_the_right_length_that_is_wrong_is_damage_and_not_a_torn_write(spool: Spool) -> None:
+def test_wrong_last_letter_of_full_length_is_damage(spool: Spool) -> None:
     path = filled(spool, 0, 1)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -395,7 +391,7 @@ def test_a_last_letter_of_the_right_length_that_is_wrong_is_damage_and_not_a_tor
 
 
 @pytest.mark.parametrize("rubbish", [b"rubbish", bytes(5000), b"KLX" * 9, MAGIC + b"\xff" * 70_000])
-def test_rubbish_between_letters_is_passed_over(spool: Spool, rubbish: bytes) -> None:
+def test_garbage_between_letters_is_skipped(spool: Spool, rubbish: bytes) -> None:
     path = filled(spool, 0)
     path.write_bytes(rubbish + frame(entry(1)) + rubbish * 2 + frame(entry(2)))
     topic = Topic()
@@ -449,9 +445,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(
     assert files(spool) == []
 
 
-def test_a_file_that_cannot_be_mended_is_left_and_another_is_begun(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrepairable_file_is_left_for_a_new_one(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -487,9 +481,7 @@ def test_a_letter_whose_file_cannot_be_synced_is_not_kept(
     assert spool.waiting() == 1
 
 
-def test_a_file_made_for_a_letter_that_could_not_be_kept_goes_again(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_an_unstored_letter_is_removed(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as full:
         full.setattr(os, "write", half_way(errno.ENOSPC, after=3))
         with pytest.raises(SpoolError):
@@ -516,7 +508,7 @@ keep(b"second", 200)
 """
 
 
-def test_a_disk_that_is_full_is_an_error_and_the_file_can_be_used_on(spool: Spool) -> None:
+def test_full_disk_is_an_error_and_the_file_stays_usable(spool: Spool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(spool.folder.parent.parent)],
         capture_output=True,
@@ -548,7 +540,7 @@ def test_a_folder_without_the_right_to_write_is_an_error(
         spool.append(entry())
 
 
-def test_a_file_that_cannot_be_opened_is_told_and_the_others_are_shipped(
+def test_unreadable_file_is_reported_and_others_shipped(
     spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = filled(spool, 0)
@@ -582,7 +574,7 @@ def test_the_folder_is_the_one_named_or_the_users_own_for_state(monkeypatch: pyt
     assert default_folder() == Path.cwd() / "here"
 
 
-def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

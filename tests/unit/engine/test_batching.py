@@ -117,7 +117,7 @@ def test_a_batch_waits_for_others_no_longer_than_max_wait() -> None:
     assert at == pytest.approx([1.5, 2.01], abs=1e-3)
 
 
-def test_a_batch_that_is_full_waits_for_nobody() -> None:
+def test_full_batch_starts_at_once() -> None:
     calls = Calls()
     result = run(scored(calls, make(), max_size=5, max_wait=1000), [(b"k%d" % n, b"v") for n in range(10)])
     assert calls.sizes == [5, 5]
@@ -133,7 +133,7 @@ def test_batch_of_busy_lanes_does_not_wait_for_absent_ones() -> None:
     assert result.elapsed < 1 + 10 + 1, "only the last of all waits"
 
 
-def test_without_a_wait_a_batch_has_what_is_ready() -> None:
+def test_batch_without_a_wait_takes_ready_messages() -> None:
     calls = Calls()
     result = run(scored(calls, make(), max_wait=0), [(b"k%d" % n, b"v") for n in range(50)])
     assert calls.sizes == [50]
@@ -348,7 +348,7 @@ def test_a_shared_exception_does_not_grow_with_every_message() -> None:
         (lambda msgs: {msg.key: 1 for msg in msgs}, "returned a dict; it must return a list"),
     ],
 )
-def test_what_is_no_list_of_the_right_length_is_poison_for_all(
+def test_result_of_wrong_length_is_poison_for_all(
     returned: Callable[[list[Message]], Any], told: str
 ) -> None:
     app = make()
@@ -563,7 +563,7 @@ def test_values_that_fit_into_no_table_at_all_are_poison() -> None:
     ] * 3
 
 
-def test_what_numpy_returns_is_read_as_a_list() -> None:
+def test_numpy_results_are_read_as_a_list() -> None:
     class Array:
         def tolist(self) -> list[float]:
             return [0.5, 1.5]
@@ -619,7 +619,7 @@ def _takes(annotation: Any) -> Callable[[Any], Any]:
     return score
 
 
-def test_what_makes_no_sense_is_refused_when_the_app_is_built() -> None:
+def test_invalid_batch_options_are_refused_at_build_time() -> None:
     def nothing() -> None: ...
     def keyword(*, msgs: list[Message]) -> None: ...
     def unknown(msgs: list[Message], nobody: Any) -> None: ...

@@ -102,7 +102,7 @@ def test_the_same_event_id_in_another_lane_is_another_event() -> None:
     assert (values(result), values(result, b"b")) == ([b"1.1", b"2.1"], [b"1.1", b"2.1"])
 
 
-def test_messages_without_a_key_are_lanes_of_their_own_and_repeat_nothing() -> None:
+def test_keyless_messages_repeat_nothing() -> None:
     result = run(make(), [(None, b"1", 0.0), (None, b"1", 0.0)])
     assert sorted(written.value for written in result.results) == [b"1.1", b"1.2"]
 
@@ -124,7 +124,7 @@ def test_of_several_event_ids_the_last_counts() -> None:
     assert values(harness.run()) == [b"12", b"13"]
 
 
-def test_event_ids_are_told_apart_by_their_bytes() -> None:
+def test_event_ids_are_compared_by_their_bytes() -> None:
     assert values(run(make(), lane(b"\xff", rb"\xff", b"\xff"))) == [b"\xff.1", rb"\xff.1"]
 
 
@@ -134,7 +134,7 @@ def test_without_idempotency_everything_runs() -> None:
     assert list(dict.fromkeys(values(result))) == [b"1.1", b"1.2", b"1.3"]
 
 
-def test_beyond_the_window_of_so_many_messages_an_id_is_forgotten() -> None:
+def test_id_is_forgotten_beyond_its_window_of_messages() -> None:
     app = make(idempotency=Idempotency(count=4))
     near = run(app, lane(b"1", b"2", b"3", b"4", b"1"))
     assert values(near) == [b"1.1", b"2.1", b"3.1", b"4.1"]
@@ -142,7 +142,7 @@ def test_beyond_the_window_of_so_many_messages_an_id_is_forgotten() -> None:
     assert values(far) == [b"1.1", b"2.1", b"3.1", b"4.1", b"5.1", b"1.2"]
 
 
-def test_beyond_the_window_of_so_many_seconds_an_id_is_forgotten() -> None:
+def test_id_is_forgotten_beyond_its_window_of_seconds() -> None:
     app = make(idempotency=Idempotency(age=10))
     assert values(run(app, [(b"a", b"1", 0.0), (b"a", b"1", 10.0)])) == [b"1.1"]
     assert values(run(app, [(b"a", b"1", 0.0), (b"a", b"1", 10.1)])) == [b"1.1", b"1.2"]
@@ -156,7 +156,7 @@ def test_a_duplicate_is_remembered_like_the_message_it_repeats() -> None:
 # What becomes of the message it repeats.
 
 
-def test_a_duplicate_waits_while_the_message_it_repeats_is_retried() -> None:
+def test_duplicate_waits_while_its_original_is_retried() -> None:
     result = run(
         make(lambda msg, now: Transient("not yet") if msg.value == b"1.1" and msg.attempt < 3 else None),
         lane(b"1", b"1", b"2"),
@@ -166,7 +166,7 @@ def test_a_duplicate_waits_while_the_message_it_repeats_is_retried() -> None:
     assert result.verdict.counts.attempts == 4
 
 
-def test_a_duplicate_of_a_dead_letter_does_not_run_and_the_letter_can_be_redriven() -> None:
+def test_duplicate_of_a_dead_letter_does_not_run() -> None:
     app = make(lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 5 else None)
     result = run(app, lane(b"1", b"1", b"2"), [Redrive(at=10, key=b"a")])
     assert [letter.value for letter in result.dead] == [b"1.1"]
@@ -186,7 +186,7 @@ def test_a_duplicate_waits_behind_a_blocked_lane(faults: list[Fault]) -> None:
 
 
 @pytest.mark.parametrize("faults", [[], [Crash(at=2)], [Drain(at=2)], [Crash(at=10.05)], [Crash(at=10.5)]])
-def test_a_lane_that_stands_still_while_its_partition_goes_on_forgets_nothing(faults: list[Fault]) -> None:
+def test_stopped_lane_in_a_moving_partition_forgets_nothing(faults: list[Fault]) -> None:
     app = make(
         lambda msg, now: Poison("no") if msg.value == b"2.1" and now < 5 else None,
         on_failure="block",
@@ -199,7 +199,7 @@ def test_a_lane_that_stands_still_while_its_partition_goes_on_forgets_nothing(fa
 
 
 @pytest.mark.parametrize("crash", [None, 10.0, 10.002, 10.1, 12.0])
-def test_a_duplicate_of_a_message_that_an_operator_skipped_does_not_run(crash: float | None) -> None:
+def test_duplicate_of_a_skipped_message_does_not_run(crash: float | None) -> None:
     app = make(lambda msg, now: Poison("no") if msg.value == b"1.1" else None, on_failure="block")
     faults: list[Fault] = [Skip(at=10, key=b"a")]
     if crash is not None:
@@ -211,7 +211,7 @@ def test_a_duplicate_of_a_message_that_an_operator_skipped_does_not_run(crash: f
     result.verdict.raise_if_bad()
 
 
-def test_a_duplicate_of_a_parked_message_goes_along_and_does_not_run_when_the_lane_is_redriven() -> None:
+def test_duplicate_of_a_parked_message_is_parked_and_never_runs() -> None:
     app = make(lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 5 else None, on_failure="park")
     result = run(app, lane(b"1", b"2", b"1"), [Redrive(at=10, key=b"a")])
     result.verdict.raise_if_bad()
@@ -219,7 +219,7 @@ def test_a_duplicate_of_a_parked_message_goes_along_and_does_not_run_when_the_la
     assert (values(result), result.duplicates) == ([b"1.1", b"2.1"], [(0, 2)])
 
 
-def test_a_duplicate_that_a_crash_left_both_in_its_lane_and_among_the_letters_does_not_run() -> None:
+def test_duplicate_in_lane_and_letters_after_a_crash_never_runs() -> None:
     app = make(
         lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 1 else None,
         on_failure="park",
@@ -265,7 +265,7 @@ def test_a_letter_whose_original_runs_from_the_log_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("faults", [[], [Crash(at=2)], [Drain(at=2)], [Crash(at=0.05)]])
-def test_a_duplicate_of_a_message_that_ran_before_its_lane_was_parked_makes_no_letter(
+def test_duplicate_of_a_message_done_before_parking_is_no_letter(
     faults: list[Fault],
 ) -> None:
     app = make(
@@ -281,7 +281,7 @@ def test_a_duplicate_of_a_message_that_ran_before_its_lane_was_parked_makes_no_l
     assert result.duplicates == [(0, 2)]
 
 
-def test_an_event_that_comes_again_after_its_lane_was_redriven_does_not_run() -> None:
+def test_event_repeated_after_its_redrive_does_not_run() -> None:
     app = make(lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 5 else None, on_failure="park")
     sends = [(b"a", b"1", 0.0), (b"a", b"2", 0.0), (b"a", b"1", 15.0), (b"a", b"3", 15.0)]
     result = run(app, sends, [Redrive(at=10, key=b"a"), Crash(at=12)])
@@ -291,7 +291,7 @@ def test_an_event_that_comes_again_after_its_lane_was_redriven_does_not_run() ->
 
 @pytest.mark.parametrize("policy", ["block", "skip"])
 @pytest.mark.parametrize("seed", range(3))
-def test_duplicates_that_a_stuck_lane_let_go_of_are_known_when_they_come_back(policy: str, seed: int) -> None:
+def test_evicted_duplicates_are_known_when_refetched(policy: str, seed: int) -> None:
     def bad(msg: Message, now: float) -> BaseException | None:
         if msg.value != b"0.1" or now >= 20:
             return None
@@ -331,7 +331,7 @@ def test_a_duplicate_that_comes_long_after_a_restart_is_known() -> None:
     assert (values(result), result.duplicates) == ([b"1.1", b"2.1", b"3.1"], [(0, 2)])
 
 
-def test_a_duplicate_is_not_done_before_the_result_of_the_message_it_repeats_is_safe() -> None:
+def test_duplicate_is_done_after_its_originals_result_is_durable() -> None:
     """The crash loses a result that was not acknowledged: its message runs again, and the duplicate still does not."""
     pause = Pause(at=0.0, for_=100.0)
     result = run(make(), lane(b"1", b"1", b"2"), [pause, Crash(at=50)])
@@ -393,7 +393,7 @@ def records(*ids: bytes, key: bytes = b"a") -> list[MemoryRecord]:
     ]
 
 
-def test_a_duplicate_is_counted_has_an_outcome_of_its_own_and_is_done_in_lane_order() -> None:
+def test_duplicate_has_its_outcome_and_is_done_in_lane_order() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         engine.accept(records(b"1", b"1", b"2"))
         await asyncio.sleep(1)
@@ -416,7 +416,7 @@ def test_a_duplicate_is_counted_has_an_outcome_of_its_own_and_is_done_in_lane_or
     with_engine(make(), scenario)
 
 
-def test_a_drain_leaves_a_duplicate_that_was_not_reached_to_the_next_epoch() -> None:
+def test_drain_leaves_unreached_duplicates_to_the_next_epoch() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         engine.accept(records(b"1", b"1"))
         await asyncio.sleep(0.005)
@@ -427,7 +427,7 @@ def test_a_drain_leaves_a_duplicate_that_was_not_reached_to_the_next_epoch() -> 
     with_engine(make(sink=None), scenario)
 
 
-def test_what_was_done_before_is_known_and_does_not_run() -> None:
+def test_messages_done_earlier_are_known_and_do_not_run() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         *before, again, new = records(b"1", b"2", b"1", b"3")
         engine.note_done_before(before)
@@ -441,7 +441,7 @@ def test_what_was_done_before_is_known_and_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("idempotency", [Idempotency(), None])
-def test_headers_that_cannot_be_read_are_the_messages_own_trouble(idempotency: Idempotency | None) -> None:
+def test_unreadable_headers_fail_only_their_message(idempotency: Idempotency | None) -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         unreadable = [
             Unreadable(topic="in", partition=0, offset=offset, key=b"a", value=b"v") for offset in range(3)
@@ -508,7 +508,7 @@ def test_refetched_messages_of_another_key_fail_the_task() -> None:
     with_engine(app, scenario, fetch=lambda *given: asked.append(given))
 
 
-def test_a_letter_runs_when_it_is_redriven_though_its_message_waits_as_a_duplicate() -> None:
+def test_redriven_letter_runs_while_its_duplicate_waits() -> None:
     """It died, a crash forgot that, and the window is newer than its letter."""
 
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:

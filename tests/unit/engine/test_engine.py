@@ -120,7 +120,7 @@ def feed(harness: Harness, seed: int, count: int = 120) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_order_inside_a_key_survives_delays_failures_and_dead_letters(seed: int) -> None:
+def test_key_order_survives_delays_failures_and_dead_letters(seed: int) -> None:
     harness = Harness(unsteady(seed), seed=seed, partitions=1 + seed % 4, latency=(0.0, 0.3), holes=0.1)
     feed(harness, seed)
     result = harness.run()
@@ -148,7 +148,7 @@ def test_a_crash_anywhere_loses_nothing_and_keeps_the_order(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_after_a_crash_only_what_was_not_committed_runs_again(seed: int) -> None:
+def test_only_uncommitted_messages_run_again_after_a_crash(seed: int) -> None:
     app = make(commit_interval=1.0)
 
     @app.stage
@@ -169,7 +169,7 @@ def test_after_a_crash_only_what_was_not_committed_runs_again(seed: int) -> None
 # Retries.
 
 
-def test_a_retry_resumes_at_the_failed_stage_with_what_the_stage_before_returned() -> None:
+def test_retry_resumes_at_the_failed_stage_with_its_input() -> None:
     app = make()
     calls: list[tuple[str, Any, int]] = []
 
@@ -200,7 +200,7 @@ def test_a_retry_resumes_at_the_failed_stage_with_what_the_stage_before_returned
     ]
 
 
-def test_used_up_attempts_make_a_dead_letter_and_the_lane_goes_on() -> None:
+def test_used_up_attempts_make_a_dead_letter() -> None:
     app = make(retry=Retry(attempts=3))
 
     @app.stage
@@ -216,7 +216,7 @@ def test_used_up_attempts_make_a_dead_letter_and_the_lane_goes_on() -> None:
     assert (dead.error, dead.message) == ("builtins.ConnectionResetError", "gone")
 
 
-def test_attempts_count_for_each_stage_and_a_stages_own_retry_counts() -> None:
+def test_attempts_count_per_stage_with_the_stages_own_retry() -> None:
     app = make(retry=Retry(attempts=2))
     tried: Counter[str] = Counter()
 
@@ -261,7 +261,7 @@ def test_an_unexpected_error_is_poison() -> None:
     assert (dead.error, dead.attempts) == ("builtins.KeyError", 1)
 
 
-def test_backoff_is_between_nothing_and_its_ceiling_and_holds_no_other_lane() -> None:
+def test_backoff_is_bounded_and_delays_no_other_lane() -> None:
     app = make(retry=Retry(attempts=4, wait_initial=10.0, wait_max=30.0))
 
     @app.stage
@@ -302,7 +302,7 @@ def test_many_lanes_in_backoff_wake_each_at_its_time() -> None:
 # Time-outs, limits and threads.
 
 
-def test_a_timeout_is_retried_and_then_a_dead_letter_that_says_so() -> None:
+def test_timeout_is_retried_and_named_in_the_dead_letter() -> None:
     app = make(retry=Retry(attempts=3))
 
     @app.stage(timeout=2.0)
@@ -366,7 +366,7 @@ def test_a_limit_is_how_many_of_a_stage_run_at_once() -> None:
     assert result.elapsed == pytest.approx(14.0, abs=0.01)
 
 
-def test_waiting_for_a_limited_stage_is_no_part_of_its_timeout() -> None:
+def test_timeout_excludes_waiting_for_a_limited_stage() -> None:
     app = make(retry=NEVER_AGAIN)
 
     @app.stage(max_concurrency=1, timeout=1.5)
@@ -419,7 +419,7 @@ def test_an_empty_key_is_a_key() -> None:
     assert result.elapsed == pytest.approx(5.0, abs=0.01)
 
 
-def test_plain_stages_run_in_threads_as_many_as_their_limit_and_block_nobody_else() -> None:
+def test_plain_stages_use_their_own_bounded_threads() -> None:
     app = make()
     threads: set[str] = set()
     gauge = Gauge()
@@ -473,7 +473,7 @@ def test_plain_stages_fail_and_retry_as_others_do() -> None:
     ],
     ids=repr,
 )
-def test_whatever_a_stage_raises_makes_a_dead_letter_and_the_lane_goes_on(error: BaseException) -> None:
+def test_any_exception_of_a_stage_makes_a_dead_letter(error: BaseException) -> None:
     app = make()
 
     @app.stage
@@ -487,7 +487,7 @@ def test_whatever_a_stage_raises_makes_a_dead_letter_and_the_lane_goes_on(error:
     assert [dead.value for dead in result.dead] == [b"bad"]
 
 
-def test_a_stage_that_waits_for_something_cancelled_makes_a_dead_letter() -> None:
+def test_stage_awaiting_a_cancelled_task_makes_a_dead_letter() -> None:
     app = make()
 
     @app.stage
@@ -517,7 +517,7 @@ def test_a_stage_that_cancels_itself_makes_a_dead_letter() -> None:
     assert [dead.value for dead in result.dead] == [b"bad"]
 
 
-def test_a_plain_stage_that_runs_an_iterator_dry_makes_a_dead_letter() -> None:
+def test_plain_stage_raising_stop_iteration_makes_a_dead_letter() -> None:
     app = make()
 
     @app.stage
@@ -617,7 +617,7 @@ def test_a_result_that_is_none_of_these_makes_a_dead_letter(returned: Any) -> No
     assert (dead.stage, dead.attempts, dead.value) == ("give", 1, b"bad")
 
 
-def test_none_from_the_last_stage_is_no_result_and_the_message_is_done() -> None:
+def test_none_from_the_last_stage_means_no_result() -> None:
     app = make()
 
     @app.stage
@@ -634,7 +634,7 @@ def test_none_from_the_last_stage_is_no_result_and_the_message_is_done() -> None
     assert result.dead == []
 
 
-def test_without_a_sink_what_the_last_stage_returns_is_ignored() -> None:
+def test_last_result_is_ignored_without_a_sink() -> None:
     app = make(sink=None)
 
     @app.stage
@@ -645,7 +645,7 @@ def test_without_a_sink_what_the_last_stage_returns_is_ignored() -> None:
     assert (result.results, result.dead) == ([], [])
 
 
-def test_a_null_value_reaches_the_stage_as_none_and_is_not_decoded() -> None:
+def test_null_value_reaches_the_stage_undecoded_as_none() -> None:
     app = make(decode="json")
 
     @app.stage
@@ -701,7 +701,7 @@ def test_a_decode_that_fails_for_a_moment_is_tried_again() -> None:
 # Resources.
 
 
-def test_resources_open_once_in_their_order_and_close_once_in_reverse() -> None:
+def test_resources_open_once_and_close_once_in_reverse() -> None:
     app = make()
     happened: list[str] = []
 
@@ -751,7 +751,7 @@ def test_resources_open_once_in_their_order_and_close_once_in_reverse() -> None:
 
 @pytest.mark.parametrize("when", ["opened", "closed"])
 @pytest.mark.parametrize("kind", ["async", "plain"])
-def test_a_resource_that_fails_is_named_and_those_before_it_are_closed(when: str, kind: str) -> None:
+def test_failed_resource_is_named_and_earlier_ones_closed(when: str, kind: str) -> None:
     app = make()
     closed: list[str] = []
 
@@ -886,7 +886,7 @@ def echo(delay: float | None = None, **options: Any) -> App:
     return app
 
 
-def test_messages_of_a_lane_are_done_in_its_order_whatever_the_order_of_acknowledgements() -> None:
+def test_lane_is_done_in_order_whatever_is_acknowledged_first() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
         await asyncio.sleep(1)
         assert (engine.held, done) == (4, [])
@@ -912,7 +912,7 @@ def test_messages_of_a_lane_are_done_in_its_order_whatever_the_order_of_acknowle
     with_engine(echo(), scenario, [(b"a", b"0"), (b"a", b"1"), (b"a", b"2"), (b"b", b"3")])
 
 
-def test_stages_that_never_wait_need_few_runners_however_many_lanes_there_are() -> None:
+def test_stages_that_never_wait_need_few_runners() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
         await asyncio.sleep(1)
         assert len(sink.given) == 2000
@@ -946,7 +946,7 @@ def test_runners_are_used_again() -> None:
     with_engine(echo(delay=1.0), scenario, [(b"%d" % (n % 20), b"v") for n in range(200)])
 
 
-def test_a_stage_that_swallows_its_cancellation_does_not_hold_up_the_end() -> None:
+def test_stage_that_swallows_cancellation_delays_no_end() -> None:
     app, over = make(), asyncio.Event()
 
     @app.stage
@@ -975,7 +975,7 @@ def test_a_stage_that_swallows_its_cancellation_does_not_hold_up_the_end() -> No
 
 
 @pytest.mark.parametrize("delay", [0.0, 1.0])
-def test_an_engine_that_cannot_go_on_starts_nothing_more(delay: float) -> None:
+def test_failed_engine_starts_nothing_more(delay: float) -> None:
     """Whatever still arrives or comes to its turn: another task may own these messages by now."""
     app = make()
     started: list[bytes] = []
@@ -1003,7 +1003,7 @@ def test_an_engine_that_cannot_go_on_starts_nothing_more(delay: float) -> None:
     with_engine(app, scenario, [(b"%d" % (n % 3), b"v") for n in range(9)])
 
 
-def test_a_drain_starts_nothing_new_and_finishes_what_was_started_retries_included() -> None:
+def test_drain_finishes_started_messages_with_their_retries() -> None:
     app = make(retry=Retry(attempts=2, wait_initial=20.0, wait_max=20.0))
 
     @app.stage
@@ -1038,7 +1038,7 @@ def test_a_drain_waits_for_acknowledgements_and_gives_up_in_time() -> None:
     with_engine(echo(), scenario, [(b"a", b"0")])
 
 
-def test_a_result_that_the_sink_can_never_take_makes_a_dead_letter() -> None:
+def test_result_that_the_sink_cannot_take_makes_a_dead_letter() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
         await asyncio.sleep(0.5)
         sink.acknowledge(0)  # the lane goes on when its dead letter is safe
@@ -1052,7 +1052,7 @@ def test_a_result_that_the_sink_can_never_take_makes_a_dead_letter() -> None:
     with_engine(echo(), scenario, [(b"a", b"too large"), (b"a", b"fits")])
 
 
-def test_a_result_that_the_broker_refuses_for_good_stops_the_engine_and_is_not_done() -> None:
+def test_result_refused_for_good_stops_the_engine() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
         await asyncio.sleep(0.5)
         sink.acknowledge(0, error="message too large")
@@ -1078,7 +1078,7 @@ def test_the_first_failure_of_an_engine_counts() -> None:
     with_engine(echo(), scenario, [(b"a", b"0")])
 
 
-def test_a_task_that_cannot_note_what_is_done_stops_the_engine() -> None:
+def test_failure_to_record_progress_stops_the_engine() -> None:
     def broken(deliveries: list[Delivery]) -> None:
         raise ZeroDivisionError
 

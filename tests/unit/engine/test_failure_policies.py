@@ -71,7 +71,7 @@ def is_bad(
 # The four policies.
 
 
-def test_skip_makes_a_dead_letter_and_the_lane_goes_on() -> None:
+def test_skip_makes_a_dead_letter_and_the_lane_continues() -> None:
     result = run(failing(is_bad(b"a", b"3")))
     result.verdict.raise_if_bad()
     assert values(result, b"a") == [0, 1, 2, 4, 5, 6, 7, 8, 9]
@@ -81,7 +81,7 @@ def test_skip_makes_a_dead_letter_and_the_lane_goes_on() -> None:
 @pytest.mark.parametrize(
     "faults", [[], [Crash(at=2)], [Drain(at=1)], [Drain(at=1), Crash(at=2), Drain(at=3)]]
 )
-def test_block_stops_the_lane_at_its_message_until_it_is_released(faults: list[Fault]) -> None:
+def test_block_stops_the_lane_until_it_is_released(faults: list[Fault]) -> None:
     result = run(
         failing(is_bad(b"a", b"3", until=5), on_failure="block"), [*faults, Release(at=10, key=b"a")]
     )
@@ -96,7 +96,7 @@ def test_block_stops_the_lane_at_its_message_until_it_is_released(faults: list[F
     assert max(others) < 3, "no other lane waited"
 
 
-def test_a_blocked_lane_that_is_never_released_leaves_its_messages_undone() -> None:
+def test_unreleased_lane_leaves_its_messages_undone() -> None:
     result = run(failing(is_bad(b"a", b"3"), on_failure="block"))
     assert values(result, b"a") == [0, 1, 2]
     assert len({partition for partition, _ in result.waiting}) == 1
@@ -115,7 +115,7 @@ def test_block_and_dlq_archives_a_copy_and_stops(faults: list[Fault]) -> None:
 
 
 @pytest.mark.parametrize("crash", [None, 9.99, 10.0, 10.001, 10.002, 10.01, 10.1, 10.3, 12.0])
-def test_a_skipped_message_becomes_a_dead_letter_and_stays_skipped(crash: float | None) -> None:
+def test_skipped_message_becomes_a_dead_letter(crash: float | None) -> None:
     faults: list[Fault] = [Skip(at=10, key=b"a")]
     if crash is not None:
         faults.append(Crash(at=crash))
@@ -127,9 +127,7 @@ def test_a_skipped_message_becomes_a_dead_letter_and_stays_skipped(crash: float 
 
 @pytest.mark.parametrize("faults", [[], [Crash(at=0.3)], [Crash(at=0.6)], [Drain(at=0.25)], [Crash(at=2)]])
 @pytest.mark.parametrize("seed", range(3))
-def test_park_puts_the_message_and_all_behind_it_aside_in_order_and_redrive_puts_them_back(
-    faults: list[Fault], seed: int
-) -> None:
+def test_park_and_redrive_keep_lane_order(faults: list[Fault], seed: int) -> None:
     app = failing(is_bad(b"a", b"3", until=5), on_failure="park")
     result = run(app, [*faults, Redrive(at=10, key=b"a")], seed=seed)
     parked = [letter for letter in result.dead if letter.key == b"a"]
@@ -169,7 +167,7 @@ def test_a_redrive_waits_for_letters_that_are_on_their_way(latency: float, at: f
     assert values(result, b"a") == list(range(50))
 
 
-def test_parked_messages_that_come_from_the_log_again_run_once_when_they_are_redriven() -> None:
+def test_parked_messages_read_again_run_once_when_redriven() -> None:
     """Nothing was committed when the lane was parked: after the crash it is among the letters and in the log."""
     app = App("app", source="in", sink="out", on_failure="park", commit_interval=100)
 
@@ -188,7 +186,7 @@ def test_parked_messages_that_come_from_the_log_again_run_once_when_they_are_red
     assert [written.value for written in result.results] == [b"0", b"1", b"2"]
 
 
-def test_a_redriven_message_that_fails_again_stays_parked_and_does_not_loop() -> None:
+def test_redriven_message_that_fails_again_stays_parked() -> None:
     app = failing(is_bad(b"a", b"3", until=15), on_failure="park")
     result = run(app, [Redrive(at=10, key=b"a"), Redrive(at=20, key=b"a")])
     result.verdict.raise_if_bad()
@@ -204,7 +202,7 @@ def test_a_dead_letter_can_be_redriven_and_becomes_one_again() -> None:
     assert [(letter.value, letter.kind) for letter in result.dead] == [(b"3", "dead"), (b"3", "dead")]
 
 
-def test_a_redriven_message_that_fails_again_and_has_no_new_letter_keeps_its_old_one() -> None:
+def test_failed_redrive_without_a_new_letter_keeps_the_old_one() -> None:
     app = failing(is_bad(b"a", b"3", until=15))
     result = run(app, [Redrive(at=10, key=b"a"), Refuse(at=9, for_=2), Redrive(at=20, key=b"a")])
     assert [letter.value for letter in result.dead] == [b"3"]
@@ -227,7 +225,7 @@ def test_order_global_with_skip_is_refused_when_the_app_is_built() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_lane_whose_dead_letter_cannot_be_written_stops_and_nothing_is_missing_afterwards(
+def test_lane_stops_when_its_dead_letter_cannot_be_written(
     seed: int,
 ) -> None:
     app = failing(is_bad(b"a", b"3"))
@@ -248,7 +246,7 @@ def test_a_parked_lane_waits_for_the_dead_letters_to_come_back(seed: int) -> Non
 # Attempts.
 
 
-def test_attempts_survive_an_epoch_that_is_shorter_than_the_backoff() -> None:
+def test_attempts_survive_an_epoch_shorter_than_the_backoff() -> None:
     seen: list[int] = []
 
     def bad(msg: Message, _now: float) -> Transient | None:
@@ -279,7 +277,7 @@ def test_a_wait_that_lasts_longer_than_an_epoch_is_not_cut_short() -> None:
     assert times[1] - times[0] == pytest.approx(30, abs=1)
 
 
-def test_a_retry_resumes_at_the_stage_that_failed_with_what_the_stage_before_returned() -> None:
+def test_retries_resume_at_the_failed_stage_with_its_input() -> None:
     app = App("app", source="in", sink="out", retry=SOON)
     ran: list[str] = []
 
@@ -316,7 +314,7 @@ def test_the_budget_of_time_ends_retries() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_while_the_breaker_is_open_only_probes_reach_the_stage_and_no_attempt_is_used(seed: int) -> None:
+def test_open_breaker_admits_only_probes_and_uses_no_attempt(seed: int) -> None:
     calls: list[float] = []
     states: list[CircuitState] = []
     app = App("app", source="in", sink="out", retry=Retry(attempts=4), commit_interval=0.2)
@@ -352,7 +350,7 @@ def test_while_the_breaker_is_open_only_probes_reach_the_stage_and_no_attempt_is
     assert max(event.at for event in result.history.events) < 12
 
 
-def test_lanes_that_do_not_need_the_stage_are_not_touched_by_its_breaker() -> None:
+def test_breaker_leaves_lanes_without_its_stage_alone() -> None:
     app = App("app", source="in", sink="out", retry=SOON)
 
     @app.stage(breaker=Breaker(minimum=5, open_for=1, probes=1))
@@ -379,7 +377,7 @@ def test_lanes_that_do_not_need_the_stage_are_not_touched_by_its_breaker() -> No
     assert max(ended) < 8.2, "they were beyond the stage when its breaker opened"
 
 
-def test_a_bug_that_fails_every_message_stops_the_app_after_a_bounded_number_of_dead_letters() -> None:
+def test_failing_every_message_stops_the_app() -> None:
     app = failing(
         lambda msg, now: KeyError("a typo"),
         failure_guard=FailureGuard(ratio=0.5, minimum=100, consecutive=20),
@@ -407,7 +405,7 @@ def test_one_bad_lane_does_not_stop_the_app() -> None:
 
 @pytest.mark.parametrize("policy", ["block", "park", "skip"])
 @pytest.mark.parametrize("seed", range(3))
-def test_messages_behind_a_stuck_lane_are_let_go_of_and_come_back_in_order(policy: str, seed: int) -> None:
+def test_evicted_messages_of_a_stuck_lane_return_in_order(policy: str, seed: int) -> None:
     def bad(msg: Message, now: float) -> BaseException | None:
         if (msg.key, msg.value) != (b"a", b"3") or now >= 20:
             return None
@@ -447,7 +445,7 @@ def test_a_stuck_lane_holds_few_messages(monkeypatch: pytest.MonkeyPatch) -> Non
 # Hooks.
 
 
-def test_hooks_fire_before_the_wait_and_their_errors_change_nothing() -> None:
+def test_hooks_run_before_the_wait_and_may_fail() -> None:
     heard: list[tuple[str, Any]] = []
     app = failing(lambda msg, now: Transient("x") if msg.value == b"3" else None, on_failure="skip")
 

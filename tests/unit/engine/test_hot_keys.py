@@ -93,7 +93,7 @@ def test_a_hot_lane_keeps_its_order_over_crashes_and_drains(seed: int) -> None:
     result.verdict.raise_if_bad()
 
 
-def test_what_a_hot_lane_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_hot_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     real = BufferCapacity._look
 
@@ -121,7 +121,7 @@ def count_relief(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("keys", [5, 20])
-def test_lanes_that_are_all_behind_let_go_of_nothing(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+def test_lanes_equally_behind_evict_nothing(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """A backlog of keys that are all alike: whatever is read further ahead is for lanes that are busy as well.
 
     5 keys do 62 messages between two looks: fewer than 50 would prove nothing, and lanes would let go as before.
@@ -135,7 +135,7 @@ def test_lanes_that_are_all_behind_let_go_of_nothing(monkeypatch: pytest.MonkeyP
     assert len(relieved) <= keys // 10, "but for the last ones, when the others are through"
 
 
-def test_slow_lanes_let_go_while_others_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_lanes_are_evicted_while_others_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten slow keys get half of the messages: 150 each, 15 seconds of work. The others are through long before."""
     relieved = count_relief(monkeypatch)
     app = App("app", source="in", sink="out", max_buffered=1000)
@@ -448,7 +448,7 @@ def test_hot_key_is_named_once_a_minute(
     assert "1000 wait in its lane" in lines[0]
 
 
-def test_a_key_whose_lane_keeps_up_is_hot_and_nobody_is_bothered(caplog: pytest.LogCaptureFixture) -> None:
+def test_hot_key_whose_lane_keeps_up_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     table: lanes.LaneTable[Any] = lanes.LaneTable()
     skew = HotKeyDetector(table, tell=lambda hot: pytest.fail(f"{hot}"))
     skew.arrived(records(*[HOT] * 16, *[None] * 16))

@@ -165,12 +165,12 @@ def test_a_field_that_cannot_be_read_has_no_lane(value: bytes | None, lane: byte
         ({"ledger": Ledger()}, "ledger= does not work with order=ByHeader"),
     ],
 )
-def test_what_needs_lanes_of_keys_is_refused(more: dict[str, Any], why: str) -> None:
+def test_options_that_need_lanes_of_keys_are_refused(more: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         App("app", source="in", order=ByHeader("tenant"), **more)
 
 
-def test_an_order_that_does_not_exist_is_refused() -> None:
+def test_unknown_ordering_is_refused() -> None:
     with pytest.raises(SettingsError, match="order must be 'key'"):
         App("app", source="in", order="keys")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="expected the name of a header"):

@@ -66,7 +66,7 @@ def in_flight(result: RunResult, *, of: str = "") -> int:
 
 @pytest.mark.parametrize("order", ["key", "partition", "global", "none"])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_an_order_promises_holds_over_crashes_and_epochs(order: str, seed: int) -> None:
+def test_ordering_holds_over_crashes_and_epochs(order: str, seed: int) -> None:
     rng = random.Random(seed)
     faults: list[Fault] = [Crash(at=0.1 + rng.random()), Drain(at=1.2 + rng.random()), Crash(at=2.5)]
     result = run(order, seed, faults, on_failure="block" if order == "global" else "skip")

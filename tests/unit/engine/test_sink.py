@@ -87,7 +87,7 @@ def test_sink_gets_results_in_order_and_keys_in_parallel() -> None:
     assert table.calls == ["open", "close"]
 
 
-def test_sink_result_has_what_a_record_would_have() -> None:
+def test_sink_result_has_the_fields_of_a_record() -> None:
     table = Table()
     harness = Harness(make(table))
     harness.send(key=b"a", value=b"x", headers={"event-id": "e-1", "tenant": "t"}, at=2.0)

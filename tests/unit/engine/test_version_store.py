@@ -49,7 +49,7 @@ def marked(*versions: int, rule: VersionOrdering = RULE) -> VersionMark:
     return mark
 
 
-def test_a_store_sets_back_what_runs_again() -> None:
+def test_store_sets_back_versions_that_run_again() -> None:
     store = VersionStore(recent=2)
     for name in ((0, b"a"), (0, b"b"), (1, b"a")):
         store.put(name, marked(1, 2, 3, 4))
@@ -96,7 +96,7 @@ def test_a_mark_survives_the_state_topic(mark: VersionMark) -> None:
         b"7 7 0 0 - - - ",
     ],
 )
-def test_what_is_no_mark_is_a_value_error(value: bytes) -> None:
+def test_invalid_mark_is_a_value_error(value: bytes) -> None:
     with pytest.raises(ValueError, match="expected a version mark"):
         decode_mark(value)
 
@@ -116,7 +116,7 @@ def test_how_versions_fit() -> None:
     assert (RULE.missing(None), RULE.missing(mark), ANY_FIRST.missing(None)) == (1, 6, None)
 
 
-def test_a_version_too_far_ahead_is_told_apart_from_a_gap() -> None:
+def test_version_too_far_ahead_differs_from_a_gap() -> None:
     rule = VersionOrdering(max_gap=10)
     assert [rule.judge(v, VersionMark(5, 5)) for v in (6, 7, 16, 17, 2**63 - 1)] == [
         VersionFit.NEXT,
@@ -142,7 +142,7 @@ def test_a_version_given_up_is_late_until_it_came() -> None:
     assert [RULE.judge(v, mark) for v in (3, 4, 5)] == [VersionFit.LATE, VersionFit.STALE, VersionFit.LATE]
 
 
-def test_a_version_that_ran_makes_up_for_what_was_missing() -> None:
+def test_version_that_ran_replaces_missing_ones() -> None:
     mark = marked(1, 2, 6)
     assert [RULE.judge(v, mark) for v in (3, 4, 5)] == [VersionFit.STALE] * 3
 
@@ -164,7 +164,7 @@ def test_a_mark_has_a_bounded_trail() -> None:
 # A rewind.
 
 
-def test_a_rewind_expects_again_what_runs_again() -> None:
+def test_rewind_expects_versions_that_run_again() -> None:
     mark = marked(1, 2, 3, 4)
     for offset in range(1, 4):
         before = set_back(mark, lambda at, offset=offset: at < offset)  # type: ignore[misc]
@@ -193,7 +193,7 @@ def test_version_store_does_not_wait_for_versions_that_ran() -> None:
     assert after == mark
 
 
-def test_a_rewind_beyond_the_trail_goes_on_with_what_comes_first() -> None:
+def test_rewind_beyond_the_trail_accepts_the_first_version() -> None:
     mark = marked(*range(1, 100))
     before = set_back(mark, lambda at: at < 20)
     assert [RULE.judge(v, before) for v in (1, 21, 90, 91, 95)] == [

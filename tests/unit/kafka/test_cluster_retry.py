@@ -65,7 +65,7 @@ def test_after_a_minute_it_fails_and_says_how_long_it_waited(clock: Clock) -> No
     assert PLANNER_RETRY_SECONDS <= clock.now <= PLANNER_RETRY_SECONDS + 11
 
 
-def test_an_answer_at_once_is_told_at_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_immediate_answer_is_reported_at_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     assert Planner(clock, back_at=0, takes=1).ask("ends") == "ends: 7"
     assert clock.now == 0
     assert not caplog.records

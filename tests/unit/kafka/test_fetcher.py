@@ -62,7 +62,7 @@ def make(capacity: int = 100, **given: Any) -> tuple[Fetcher, Consumer]:
     return made, consumer
 
 
-def test_a_partition_is_paused_as_the_last_resort_when_too_many_offsets_are_kept_of_it(
+def test_partition_with_too_many_kept_offsets_is_paused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fetcher, "EVICTED_ENTRIES_MAX", 2000)
@@ -93,7 +93,7 @@ def test_large_messages_leave_room_for_fewer(monkeypatch: pytest.MonkeyPatch) ->
     assert made.room == 20
 
 
-def test_a_partition_that_holds_most_is_paused_when_there_is_no_room_for_long(
+def test_largest_partition_is_paused_when_room_stays_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fetcher, "_PAUSE_AFTER_SECONDS", -1.0)

@@ -39,7 +39,7 @@ class Client:
         return {}
 
 
-def test_nothing_gets_into_a_transaction_that_is_being_committed_when_its_task_ends(
+def test_nothing_enters_a_commit_that_outlives_its_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its progress is taken: a result that came in behind it would be there twice when its message runs again."""

@@ -27,7 +27,7 @@ def test_cold_keys_are_done_about_as_soon_as_can_be(case: Case) -> None:
 
 
 @pytest.mark.parametrize("capacity", [10, 30, 100, 200, 700, 1_500, 5_000])
-def test_what_is_held_and_read_again_stays_within_capacity(capacity: int) -> None:
+def test_refetched_messages_stay_within_capacity(capacity: int) -> None:
     outcome = run(Case(zipf=1.5, keys=50, stage=0.01, capacity=capacity, messages=4_000))
     assert outcome.most <= capacity
 

@@ -54,7 +54,7 @@ def test_heavy_hitters_finds_the_hottest_keys_and_shares() -> None:
     assert len(summary) <= 512
 
 
-def test_what_was_hot_fades() -> None:
+def test_former_hot_keys_fade() -> None:
     summary: HeavyHitters[str] = HeavyHitters(4)
     summary.add(["old"] * 100)
     for _ in range(5):

@@ -53,7 +53,7 @@ def test_a_lanes_record_comes_back_as_it_was_written(record: LaneRecord) -> None
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"7", b"null", b'{"stop": "tired"}', b"\xff"])
-def test_what_is_no_record_of_a_lane_is_a_value_error(value: bytes) -> None:
+def test_invalid_lane_record_is_a_value_error(value: bytes) -> None:
     with pytest.raises(ValueError, match=r".*"):
         decode_lane(b"lane/a", 0, value)
     with pytest.raises(ValueError, match=r".*"):
@@ -90,7 +90,7 @@ def test_attempts_that_do_not_fit_are_left_out_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"{}x", b"[1]", b"[[1, 2]]", b'{"a": 1}', b'["x"]'])
-def test_what_is_no_record_of_attempts_is_a_value_error(value: bytes) -> None:
+def test_invalid_attempts_record_is_a_value_error(value: bytes) -> None:
     with pytest.raises(ValueError, match=r".*"):
         decode_retries(value)
 
@@ -114,7 +114,7 @@ def test_a_million_redriven_letters_in_a_row_take_no_room() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"eJwDAAAAAAE=", b"eJyLNowFAAHzAO4=", b"eJyLrtYFAAJ5AUk="])
-def test_what_are_no_ranges_is_a_value_error(value: bytes) -> None:
+def test_invalid_ranges_are_a_value_error(value: bytes) -> None:
     with pytest.raises(ValueError, match=r"expected a set of offsets"):
         OffsetRuns.decode(value)
 

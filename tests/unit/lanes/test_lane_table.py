@@ -419,7 +419,7 @@ def test_a_retrying_lane_holds_back_no_other() -> None:
     assert take(table).head is first
 
 
-def test_keyless_entries_wait_for_nobody() -> None:
+def test_keyless_entries_wait_for_no_other() -> None:
     table, items = filled(None, None, None)
     assert [take(table).head for _ in items] == items
 
@@ -460,7 +460,7 @@ def test_closing_leaves_a_lane_that_has_just_woken() -> None:
     assert table.take() is None, f"{fresh} was never started"
 
 
-def test_a_lane_that_was_emptied_begins_anew() -> None:
+def test_emptied_lane_starts_afresh() -> None:
     table, (first,) = filled(b"a")
     table.passed(take(table))
     done: list[Item] = []

@@ -114,7 +114,7 @@ def test_a_task_more_moves_little() -> None:
     assert len(moved) == 3 == len(after.tasks[3])
 
 
-def test_a_task_less_moves_only_what_it_had() -> None:
+def test_removing_a_task_moves_only_its_ranges() -> None:
     before = make_plan(range(12), 4)
     after = make_plan(range(12), 3, before=before)
     for number, task in enumerate(after.tasks):

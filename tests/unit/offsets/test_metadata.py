@@ -58,7 +58,7 @@ def assert_skips_nothing(restored: PartitionProgress, of: PartitionProgress) -> 
 
 
 @given(progresses())
-def test_what_was_encoded_is_decoded(progress: PartitionProgress) -> None:
+def test_encoding_round_trips(progress: PartitionProgress) -> None:
     restored = decode(progress.watermark, encode(progress))
     assert restored.problem is None
     assert restored.progress == progress
@@ -78,7 +78,7 @@ def test_metadata_of_any_density_is_compact(per: float) -> None:
 @pytest.mark.parametrize(
     "pending", [range(5000), range(0, 150_000, 2), [*range(3000), *range(60_000, 140_000)]]
 )
-def test_what_lies_in_runs_takes_next_to_nothing(pending: list[int]) -> None:
+def test_runs_of_offsets_take_little_space(pending: list[int]) -> None:
     progress = PartitionProgress(watermark=0, position=200_000, pending=OffsetSet.of(pending))
     text = encode(progress)
     assert len(text) < 500
@@ -138,7 +138,7 @@ def test_metadata_of_a_million_pending_offsets_fits() -> None:
     assert restored.progress == progress
 
 
-def test_what_does_not_fit_into_a_record_is_cut_at_the_top() -> None:
+def test_too_large_progress_is_cut_at_the_top() -> None:
     progress = scattered(30_000_000, 11)
     text = encode(progress, RECORD)
     assert 0.99 * RECORD < len(text) <= RECORD
@@ -147,7 +147,7 @@ def test_what_does_not_fit_into_a_record_is_cut_at_the_top() -> None:
     assert_skips_nothing(restored, progress)
 
 
-def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_blocks_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
     pack = progress_module._packed
 
@@ -323,7 +323,7 @@ def test_metadata_with_valid_checksum_never_raises(content: bytes) -> None:
         (varint(99) + piece(0, 5, b"\x80" + b"\0" * (64 << 20)), "not whole"),
     ],
 )
-def test_what_makes_no_sense_is_said(content: bytes, words: str) -> None:
+def test_malformed_metadata_is_reported(content: bytes, words: str) -> None:
     restored = decode(7, signed(content))
     assert restored.progress == PartitionProgress(watermark=7, position=7)
     assert restored.problem is not None
@@ -345,7 +345,7 @@ def test_a_text_cannot_make_us_hold_more_than_is_ever_written() -> None:
     assert peak < 100 << 20
 
 
-def test_what_is_written_is_never_more_than_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_metadata_is_always_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "BLOCK_BYTES_MAX", 20_000)
     progress = PartitionProgress(watermark=0, position=10**7, pending=OffsetSet.of(range(0, 10**7, 1000)))
     restored = decode(0, encode(progress))

@@ -58,7 +58,7 @@ def test_sharing_follows_a_rewind_that_replaces_another() -> None:
     assert begins(LOW, [standing(LOW, 1000, FIRST), standing(HIGH, 1000)], NEVER, 70) == 70
 
 
-def test_sharing_forgets_what_an_earlier_generation_wrote() -> None:
+def test_sharing_ignores_records_of_earlier_generations() -> None:
     sharing = SharedPartition.begin(LOW, [], SECOND, ours=True, offset=50)
     old, new = standing(LOW, 1000, FIRST), [standing(LOW, 200, SECOND), standing(HIGH, 300, SECOND)]
     assert sharing.group_watermark([old, *new]) == 200

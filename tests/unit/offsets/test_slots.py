@@ -54,7 +54,7 @@ stretches = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1)).map(
 
 
 @given(stretches, st.lists(stretches, max_size=5), st.integers(0, SLOTS - 1))
-def test_what_is_left_without_others(slots: Slots, others: list[Slots], slot: int) -> None:
+def test_slots_without_others(slots: Slots, others: list[Slots], slot: int) -> None:
     inside = slot in slots and not any(slot in other for other in others)
     assert any(slot in stretch for stretch in slots.without(others)) == inside
     for one, other in pairwise(slots.without(others)):
@@ -77,7 +77,7 @@ def test_a_range_that_was_cut_out_of_two_has_the_strips_of_both() -> None:
     assert not outdated(range_progresses)
 
 
-def test_slots_newer_progress_replaces_what_it_covers() -> None:
+def test_newer_progress_replaces_covered_slots() -> None:
     old = RangeProgress(ALL, 1, (RangeSegment(ALL, progress(10)),))
     halves = [
         RangeProgress(slots, 2, (RangeSegment(slots, progress(20)),))
@@ -106,7 +106,7 @@ def test_slots_pending_of_a_cut_segment_may_be_done_elsewhere() -> None:
     assert level(segments) == tuple(segments)
 
 
-def test_a_standing_comes_back_as_it_was_written() -> None:
+def test_range_progress_round_trips() -> None:
     low, high = Slots(0, 9), Slots(10, SLOTS - 1)
     standing = RangeProgress(
         ALL,

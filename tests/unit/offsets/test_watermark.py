@@ -252,7 +252,7 @@ def test_watermark_does_not_take_in_flight_for_stuck() -> None:
 
 
 @pytest.mark.parametrize(("every", "bytes_each"), [(11, 16), (1000, 48)])
-def test_what_is_stuck_takes_few_bytes(every: int, bytes_each: int) -> None:
+def test_stuck_offsets_take_few_bytes(every: int, bytes_each: int) -> None:
     count = 100_000
     mark = Watermark(FRESH)
     tracemalloc.start()
@@ -296,7 +296,7 @@ SIZES = st.sampled_from([1, 2, 511, 512, 513, 700, BLOCK_OFFSETS - 1, BLOCK_OFFS
 
 @given(SIZES, st.integers(0, 9), st.integers())
 @settings(max_examples=40, deadline=None)
-def test_a_block_holds_what_a_set_holds(size: int, number: int, seed: int) -> None:
+def test_block_equals_a_set(size: int, number: int, seed: int) -> None:
     rng = random.Random(seed)
     base = number * BLOCK_OFFSETS
     model = set(rng.sample(range(base, base + BLOCK_OFFSETS), size))

@@ -433,13 +433,13 @@ def test_recovery_ends_when_the_limit_is_64_times_the_probes() -> None:
     assert successes == 64 * 3 - 3
 
 
-def test_recovery_ends_when_nobody_waits() -> None:
+def test_recovery_ends_without_waiting_lanes() -> None:
     circuit = recovering()
     circuit.nobody_waits(9.0)
     assert (circuit.state, circuit.snapshot().since) == (CLOSED, 9.0)
 
 
-def test_that_nobody_waits_means_nothing_in_any_other_state() -> None:
+def test_missing_waiters_change_no_other_state() -> None:
     circuit = Circuit(SMALL)
     circuit.nobody_waits(0.0)
     assert circuit.state is CLOSED

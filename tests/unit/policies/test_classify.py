@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     ],
     ids=repr,
 )
-def test_what_may_pass_is_transient(error: BaseException) -> None:
+def test_passing_errors_are_transient(error: BaseException) -> None:
     assert classify(error) == Classification(failure=TRANSIENT)
 
 
@@ -216,7 +216,7 @@ def test_the_first_rule_with_an_opinion_wins() -> None:
     assert classify(ValueError(), rules[:1]).failure is POISON
 
 
-def test_what_a_stage_says_itself_is_decided_before_the_rules() -> None:
+def test_stages_own_verdict_precedes_the_rules() -> None:
     assert classify(Transient(retry_after=1), [rule("poison")]) == Classification(failure=TRANSIENT, delay=1)
     assert classify(Poison(), [rule("transient")]) == Classification(failure=POISON)
     assert classify(ExceptionGroup("", [Poison()]), [rule(None)]) == Classification(failure=POISON)
@@ -274,7 +274,7 @@ def test_a_group_with_one_poison_in_it_is_poison(bad: BaseException) -> None:
     assert classify(group) == Classification(failure=POISON)
 
 
-def test_rules_are_asked_of_a_group_and_then_of_what_is_in_it() -> None:
+def test_rules_apply_to_a_group_and_then_to_its_members() -> None:
     asked = []
 
     def values_pass(error: BaseException) -> str | None:
@@ -432,7 +432,7 @@ def test_classify_a_wait_alone_is_not_transient() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 200, 302, 399, 600, True, "503", 503.0, None, [503]])
-def test_what_is_no_http_error_status_decides_nothing(status: Any) -> None:
+def test_other_http_status_decides_nothing(status: Any) -> None:
     assert classify(having(ValueError(), status=status, status_code=status)).failure is POISON
     assert classify(having(TimeoutError(), status=status, status_code=status)).failure is TRANSIENT
 
@@ -623,12 +623,12 @@ poison_clients = [
 
 
 @pytest.mark.parametrize("error", transient_clients, ids=shown)
-def test_what_the_usual_clients_raise_when_it_may_pass(error: BaseException) -> None:
+def test_passing_errors_of_common_clients_are_transient(error: BaseException) -> None:
     assert classify(error) == Classification(failure=TRANSIENT)
 
 
 @pytest.mark.parametrize("error", poison_clients, ids=shown)
-def test_what_the_usual_clients_raise_when_it_will_not(error: BaseException) -> None:
+def test_lasting_errors_of_common_clients_are_poison(error: BaseException) -> None:
     assert classify(error) == Classification(failure=POISON)
 
 
@@ -664,7 +664,7 @@ class Broken(Exception):  # noqa: N818 - it is broken
     "path",
     [f"{where}.{name}" for where, names in module._LIBRARIES.items() for name in names] + ["app.Error"],
 )
-def test_an_error_that_is_not_what_its_name_says_breaks_nothing(path: str) -> None:
+def test_error_with_a_misleading_name_breaks_nothing(path: str) -> None:
     assert isinstance(classify(like(path)()), Classification)
     assert isinstance(classify(like(path, Broken)()), Classification)
     odd: dict[str, Any] = {
@@ -679,7 +679,7 @@ def test_an_error_that_wraps_itself_is_poison() -> None:
     assert classify(error).failure is POISON
 
 
-def test_a_module_that_is_no_text_breaks_nothing() -> None:
+def test_module_name_that_is_not_a_text_breaks_nothing() -> None:
     assert classify(type("Odd", (Exception,), {"__module__": None})()).failure is POISON
 
 

@@ -70,9 +70,7 @@ def feed(window: DedupWindow, messages: list[Arrival], together: int = 1) -> lis
 
 
 @given(settings, arrivals(), st.integers(1, 5))
-def test_the_window_says_what_the_whole_log_says(
-    rule: Idempotency, messages: list[Arrival], together: int
-) -> None:
+def test_window_equals_the_whole_log(rule: Idempotency, messages: list[Arrival], together: int) -> None:
     window = window_of(rule)
     expected = [naive(rule, messages[:place], each) for place, each in enumerate(messages)]
     assert feed(window, messages, together) == expected

@@ -47,9 +47,7 @@ def naive(guard: FailureGuard, failures: list[tuple[Hashable, int]]) -> bool:
     ),
     st.lists(st.tuples(LANES, st.sampled_from([0, 0, 0, 1, 5])), max_size=40),
 )
-def test_the_watch_says_what_the_whole_history_says(
-    guard: FailureGuard, history: list[tuple[bytes | None, int]]
-) -> None:
+def test_guard_equals_the_whole_history(guard: FailureGuard, history: list[tuple[bytes | None, int]]) -> None:
     watch = FailureRate(guard)
     failures: list[tuple[Hashable, int]] = []
     passed, stop = 0, False
@@ -83,7 +81,7 @@ def test_as_many_failures_in_a_row_as_set_stop_the_app() -> None:
     assert [watch.failed(n, 1000) is None for n in range(4)] == [True, True, True, False]
 
 
-def test_one_success_in_between_begins_the_row_anew() -> None:
+def test_one_success_resets_the_row() -> None:
     watch = FailureRate(SMALL)
     for number in range(3):
         assert watch.failed(number, 1000) is None
@@ -116,7 +114,7 @@ def test_failure_guard_tolerates_a_few_bad_messages() -> None:
     assert all(watch.failed(number, 10 * number) is None for number in range(10_000))
 
 
-def test_one_bad_key_is_no_outage() -> None:
+def test_one_bad_key_is_not_an_outage() -> None:
     watch = FailureRate(SMALL)
     assert all(watch.failed(b"bad", 0) is None for _ in range(1000))
 

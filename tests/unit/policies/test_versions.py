@@ -77,7 +77,7 @@ def fails(version: int, until: float = float("inf")) -> Callable[[Message, float
 # Order.
 
 
-def test_versions_in_order_run_as_ever() -> None:
+def test_versions_in_order_run_without_waiting() -> None:
     result = run(make(), [1, 2, 3], [1, 2])
     result.verdict.raise_if_bad()
     assert (values(result), values(result, b"b"), result.stale) == ([1, 2, 3], [1, 2], [])
@@ -128,7 +128,7 @@ def test_versions_early_message_delays_no_other_lane() -> None:
     assert starts(result, b"b") == pytest.approx([0, 5, 10], abs=0.001)
 
 
-def test_what_is_early_waits_while_the_one_before_it_is_retried() -> None:
+def test_early_message_waits_while_the_one_before_is_retried() -> None:
     app = make(bad=lambda msg, now: Transient("x") if msg.version == 2 and msg.attempt < 3 else None)
     result = run(app, [1, 3, 2, 4])
     result.verdict.raise_if_bad()
@@ -275,7 +275,7 @@ def test_a_crash_before_the_commit_repeats_and_forgets_nothing() -> None:
     assert values(result) == [1, 2, 3, 4, 1, 2, 3, 4]
 
 
-def test_versions_held_message_is_held_again_after_a_crash() -> None:
+def test_waiting_message_waits_again_after_a_crash() -> None:
     result = run(make(), [1, 3, 2], step=5.0, faults=[Crash(at=7.0)])
     result.verdict.raise_if_bad()
     assert values(result) == [1, 2, 3]
@@ -298,7 +298,7 @@ def test_a_letter_of_the_newest_version_runs_when_it_is_redriven() -> None:
 
 
 @pytest.mark.parametrize("faults", [(), (Crash(at=2),), (Drain(at=2),)])
-def test_a_blocked_lane_keeps_what_is_early_until_it_is_released(faults: Sequence[Fault]) -> None:
+def test_blocked_lane_keeps_early_messages_until_released(faults: Sequence[Fault]) -> None:
     app = make(VersionOrdering(wait=3.0), bad=fails(2, until=8), on_failure="block")
     result = run(app, [1, 3, 2, 4], faults=[*faults, Release(at=20, key=b"a")])
     result.verdict.raise_if_bad()
@@ -367,7 +367,7 @@ def test_a_letter_and_its_repeated_message_wait_apart() -> None:
 # Memory.
 
 
-def test_what_is_held_does_not_fill_a_task_up() -> None:
+def test_waiting_messages_do_not_fill_a_task() -> None:
     """Two thousand messages wait, eight fit into memory: what they wait for is read all the same."""
     harness = Harness(make(max_buffered=8), partitions=1)
     for number in range(500):
@@ -597,7 +597,7 @@ def test_versions_lane_blocked_by_a_huge_one_can_be_skipped() -> None:
     assert values(result) == [1, 2, 3]
 
 
-def test_what_was_given_up_has_a_letter_when_it_comes() -> None:
+def test_late_version_after_giving_up_has_a_letter() -> None:
     result = run(make(VersionOrdering(wait=1.0)), [1, 5, 2, 3, 4, 3, 6], step=3.0)
     assert values(result) == [1, 6]
     assert [int(dead.value or b"") for dead in result.dead] == [1, 2, 3, 4], "places in the list"
@@ -618,7 +618,7 @@ def test_a_reset_says_which_version_is_next() -> None:
 
 
 @pytest.mark.parametrize("first", [1, None])
-def test_a_reset_without_a_version_begins_anew(first: int | None) -> None:
+def test_reset_without_a_version_starts_over(first: int | None) -> None:
     harness = Harness(
         make(VersionOrdering(wait=1.0, first=first)),
         partitions=1,
@@ -629,7 +629,7 @@ def test_a_reset_without_a_version_begins_anew(first: int | None) -> None:
     assert values(harness.run()) == [1, 2, 3, 1, 2]
 
 
-def test_a_reset_lets_go_of_what_waits() -> None:
+def test_reset_releases_waiting_messages() -> None:
     harness = Harness(
         make(VersionOrdering(wait=1000.0)), partitions=1, faults=[Reset(at=10.0, key=b"a", to=3)]
     )

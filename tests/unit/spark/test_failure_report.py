@@ -105,7 +105,7 @@ def test_every_report_is_judged() -> None:
         (AnalysisException("[PATH_NOT_GIVEN] a path is needed"), QueryFailureKind.APP),
     ],
 )
-def test_what_is_raised_while_the_query_starts(error: Exception, kind: QueryFailureKind) -> None:
+def test_errors_raised_while_the_query_starts(error: Exception, kind: QueryFailureKind) -> None:
     found = cause(error)
     assert found.kind is kind
     assert found.line == str(error)
@@ -125,7 +125,7 @@ def test_a_lost_connection_is_a_lost_jvm(error: Exception) -> None:
     assert "Spark's JVM ended" in found.line
 
 
-def test_an_answer_that_is_an_error_is_no_lost_connection() -> None:
+def test_error_answer_is_not_a_lost_connection() -> None:
     trace = "An error occurred while calling o1.x. Trace:\npy4j.Py4JException: Method x([]) does not exist\n\tat py4j\n"
     assert "JVM is gone" not in cause(Py4JError(trace)).line
 
@@ -167,7 +167,7 @@ def test_other_reports(text: str, line: str) -> None:
     assert cause(Exception(text)).line == line
 
 
-def test_an_error_that_quotes_another_is_what_it_is_itself() -> None:
+def test_error_that_quotes_another_keeps_its_kind() -> None:
     text = (
         "Traceback (most recent call last):\n  File x\n"
         "keylane.errors.ResourceError: resource 'db' could not be opened: FailureGuardError: "
@@ -176,7 +176,7 @@ def test_an_error_that_quotes_another_is_what_it_is_itself() -> None:
     assert cause(Exception(text)).kind is QueryFailureKind.AGAIN
 
 
-def test_a_report_that_cannot_be_read_is_no_second_failure() -> None:
+def test_unreadable_report_causes_no_second_failure() -> None:
     class UnreadableError(Exception):
         def __str__(self) -> str:
             raise ConnectionRefusedError(111)
@@ -184,6 +184,6 @@ def test_a_report_that_cannot_be_read_is_no_second_failure() -> None:
     assert "Spark's JVM ended" in cause(UnreadableError()).line
 
 
-def test_none_is_no_failure_to_explain() -> None:
+def test_no_failure_needs_no_report() -> None:
     nothing: Any = None
     assert cause(nothing).line == "the query ended by itself"

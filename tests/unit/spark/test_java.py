@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(20)
         ("", None),
     ],
 )
-def test_the_major_version_is_read_from_what_java_says(banner: str, major: int | None) -> None:
+def test_major_version_is_read_from_javas_output(banner: str, major: int | None) -> None:
     assert java.parse_version(banner) == major
 
 
@@ -74,7 +74,7 @@ def test_a_wrong_java_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         java.find_java()
 
 
-def test_a_stub_that_only_complains_is_no_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stub_that_only_complains_is_not_a_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_java(tmp_path, "Unable to locate a Java Runtime.", code=1)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(java.JavaError, match="does not run"):

@@ -27,7 +27,7 @@ def _no_broker_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEYLANE_BOOTSTRAP", raising=False)
 
 
-def test_what_is_not_given_has_a_default() -> None:
+def test_missing_options_have_defaults() -> None:
     options = parse()
     assert (options.settings.bootstrap, dict(options.settings.extra)) == ("localhost:9092", {})
     assert (options.starting, options.epoch, options.tasks, options.outcomes) == (

@@ -110,7 +110,7 @@ def test_packaging_missing_attribute_lists_the_apps(write: Write) -> None:
     assert complaint(f"{empty}:app").endswith("it declares no app")
 
 
-def test_something_that_is_no_app_is_refused(write: Write) -> None:
+def test_object_that_is_not_an_app_is_refused(write: Write) -> None:
     name = write(CHAT)
     assert complaint(f"{name}:number") == f"'{name}:number': expected an App, got a int"
     assert "expected an App, got a type" in complaint(f"{name}:Holder")
@@ -206,7 +206,7 @@ def test_packaging_local_app_travels_with_its_closure(monkeypatch: pytest.Monkey
     assert run(elsewhere(pack(app.spec), __name__, monkeypatch=monkeypatch), "why") == "why?"
 
 
-def test_packing_leaves_what_the_user_has_registered(write: Write) -> None:
+def test_packing_keeps_the_users_registrations(write: Write) -> None:
     name = write(CHAT)
     app = load(f"{name}:app")
     cloudpickle.register_pickle_by_value(sys.modules[name])  # type: ignore[no-untyped-call]

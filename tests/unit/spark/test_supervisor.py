@@ -65,7 +65,7 @@ def gaps(world: World, lives: list[float]) -> list[float]:
     return [round(start - end, 3) for end, start in zip(ends, world.starts[1:], strict=False)]
 
 
-def test_a_query_that_ends_by_itself_is_not_started_again() -> None:
+def test_query_that_ends_normally_is_not_restarted() -> None:
     world = World((5, None))
     assert world.run() is None
     assert len(world.starts) == 1
@@ -139,7 +139,7 @@ def test_a_stop_in_the_backoff_is_the_end() -> None:
     assert world.now <= 25.5, "it was not waited out"
 
 
-def test_a_failure_while_stopping_is_told_and_not_tried_again() -> None:
+def test_failure_while_stopping_is_reported_without_a_retry() -> None:
     class Stopping(World):
         def watch(self, life: tuple[float, Exception | None]) -> Exception | None:
             self.now = self.stop_at

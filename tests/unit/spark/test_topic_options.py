@@ -55,7 +55,7 @@ def test_an_unknown_option_is_an_error_with_a_near_match(name: str, near: str | 
     assert f"did you mean {near!r}?" in told if near else "Known: bootstrap" in told
 
 
-def test_a_path_is_no_topic() -> None:
+def test_path_is_not_a_topic() -> None:
     assert "set the topic with the option 'subscribe'" in complaint(path="/data")
 
 
@@ -130,7 +130,7 @@ def test_a_table_that_could_have_no_rows_is_a_mistake() -> None:
     assert "has no rows" in complaint(endingOffsets="earliest")
 
 
-def test_what_belongs_to_the_other_kind_is_refused() -> None:
+def test_options_of_the_other_kind_are_refused() -> None:
     assert "is not valid for a stream" in complaint(True, endingOffsets="latest")
     assert "is not valid for a table" in complaint(maxOffsetsPerTrigger="5")
     assert parse(True, maxOffsetsPerTrigger="5").max_per_trigger == 5

@@ -104,7 +104,7 @@ def test_a_time_has_a_beginning_and_no_end() -> None:
         LessThan(("timestamp",), 7),
     ],
 )
-def test_what_says_nothing_about_places_leaves_nothing_out(given: Filter) -> None:
+def test_unrelated_filters_exclude_nothing(given: Filter) -> None:
     found = narrowed(given)
     assert found.apply(SPANS) == SPANS
     assert found.since is None
@@ -126,7 +126,7 @@ def test_topic_plan_refuses_unknown_or_mistyped_columns() -> None:
         Rows(schema(offset=IntegerType()))
 
 
-def test_a_limit_is_shared_out_by_what_there_is() -> None:
+def test_limit_is_distributed_by_available_offsets() -> None:
     begun = {("t", 0): 0, ("t", 1): 100}
     ends = {("t", 0): 900, ("t", 1): 200, ("t", 2): 1}
     assert _limited(begun, ends, 2000) == ends

@@ -107,12 +107,12 @@ def _order(**more: Any) -> bytes:
         (b"command/other", _order()),
     ],
 )
-def test_what_is_no_order_is_refused(name: bytes, value: bytes) -> None:
+def test_malformed_command_is_refused(name: bytes, value: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         decode_command(name, 0, value)
 
 
-def test_an_order_says_who_gave_it_and_when() -> None:
+def test_command_names_its_operator_and_time() -> None:
     made = new_command("redrive", partition=2, key=b"k", letters=[3, 1])
     assert "@" in made.who
     assert abs(made.at - time.time()) < 5
@@ -132,7 +132,7 @@ def test_an_app_without_a_state_topic_never_ran(log: StateLog) -> None:
     assert known_dead_letters(SETTINGS, "chat").redriven == {}
 
 
-def test_the_operator_sees_what_the_topic_says_and_follows_it(log: StateLog) -> None:
+def test_admin_client_reads_and_follows_the_topic(log: StateLog) -> None:
     log.stop(stopped(b"late", since=9.0))
     log.stop(stopped(b"early", since=3.0, partition=0))
     log.redriven(2, 4, 5, 9)
@@ -154,7 +154,7 @@ def test_the_operator_follows_thousands_of_records_at_once(log: StateLog) -> Non
         assert len(operator.lanes()) == 3000
 
 
-def test_an_order_stands_until_it_is_answered(log: StateLog) -> None:
+def test_command_stays_open_until_it_is_answered(log: StateLog) -> None:
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("redrive", partition=1, key=b"k1", letters=[4, 5])
         assert operator.standing() == [given]
@@ -184,20 +184,20 @@ def test_an_answer_with_malformed_counts_is_refused(counts: Any) -> None:
         decode_command_answer(json.dumps(answer).encode())
 
 
-def test_redrive_counts_are_rendered_with_what_is_stale() -> None:
+def test_redrive_counts_are_rendered_with_stale_ones() -> None:
     counts = RedriveCounts(ok=1, duplicate=2, ignored=3, dead=4, parked=5)
     assert str(counts) == "6 through, 4 dead again, 5 still parked"
     assert str(RedriveCounts(stale=1000)) == "0 through, 0 dead again, 0 still parked, 1,000 stale"
 
 
-def test_more_orders_than_the_client_holds_are_given_all_the_same(log: StateLog) -> None:
+def test_more_commands_than_the_client_queues_are_written(log: StateLog) -> None:
     log.room = 7
     with AdminClient(SETTINGS, "chat") as operator:
         operator.give(new_command("release", partition=0, key=b"%d" % n, offset=7) for n in range(50))
         assert len(operator.standing()) == len(operator.audit()) == 50
 
 
-def test_an_order_that_is_refused_is_an_error(log: StateLog) -> None:
+def test_refused_command_is_an_error(log: StateLog) -> None:
     log.refuses = "TOPIC_AUTHORIZATION_FAILED"
     with (
         AdminClient(SETTINGS, "chat") as operator,
@@ -206,7 +206,7 @@ def test_an_order_that_is_refused_is_an_error(log: StateLog) -> None:
         operator.command("release", partition=0, key=b"k", offset=7)
 
 
-def test_the_audit_has_every_order_and_what_came_of_it(log: StateLog) -> None:
+def test_audit_has_every_command_and_its_result(log: StateLog) -> None:
     with AdminClient(SETTINGS, "chat") as operator:
         first = operator.command("skip", partition=1, key=b"k1", offset=7)
         second = operator.command("release", partition=1, key=b"k1", offset=7)
@@ -231,7 +231,7 @@ def test_the_audit_has_every_order_and_what_came_of_it(log: StateLog) -> None:
 # -- waiting -------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_when_all_are_answered_and_says_how_many_are(log: StateLog) -> None:
+def test_follow_ends_when_all_are_answered_and_counts_them(log: StateLog) -> None:
     told: list[int] = []
     with AdminClient(SETTINGS, "chat") as operator:
         commands = [operator.command("release", partition=0, key=b"%d" % n, offset=7) for n in range(3)]
@@ -274,7 +274,7 @@ def test_an_app_that_has_given_a_sign_is_waited_for(sign: str, log: StateLog) ->
         assert set(operator.wait([given], silence=0.2, tell=tell).answers) == {given.id}
 
 
-def test_an_order_that_nobody_will_answer_is_given_up(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_without_an_answer_is_given_up(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_module, "_ANSWER_GRACE_SECONDS", 0.1)
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("release", partition=0, key=b"k", offset=7)

@@ -313,7 +313,7 @@ def test_malformed_records_are_counted_and_logged_once(caplog: pytest.LogCapture
     assert len(line) < 500
 
 
-def test_marks_beyond_what_is_stored_are_malformed() -> None:
+def test_marks_beyond_the_stored_range_are_malformed() -> None:
     assert decode_mark(b"%d -1 0 0 - - -" % MAX_VERSION) == VersionMark(MAX_VERSION, -1, 0, 0)
     for value in (b"%d -1 0 0 - - -", b"7 -1 0 0 %d:0 - -", b"7 -1 0 0 - 1-%d -", b"7 -1 0 0 - - %d!3"):
         with pytest.raises(MalformedRecordError):

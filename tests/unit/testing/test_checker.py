@@ -318,7 +318,7 @@ def test_a_history_that_proves_nothing_is_too_thin() -> None:
     assert Flaw.THIN not in flaws(Run().send(A, *range(10)).ran(0).ran(1).check(min_seen=0.1))
 
 
-def test_an_order_that_does_not_exist_is_refused() -> None:
+def test_unknown_ordering_is_refused() -> None:
     with pytest.raises(ValueError, match="'alphabetical'"):
         Run().check(order="alphabetical")
 

@@ -79,7 +79,7 @@ def test_clock_does_not_move_while_a_callback_is_ready() -> None:
     assert run_virtual(main()) == 0.0
 
 
-def test_a_timeout_ends_what_takes_longer() -> None:
+def test_timeout_ends_a_longer_call() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(30):

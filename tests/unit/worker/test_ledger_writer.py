@@ -90,7 +90,7 @@ def test_a_transaction_that_was_not_taken_loses_no_record() -> None:
     assert sink.records == []
 
 
-def test_what_is_done_without_an_attempt_is_recorded_too() -> None:
+def test_outcomes_without_an_attempt_are_recorded() -> None:
     made, sink = writer(Ledger())
     outcomes = [Outcome.OK, Outcome.DEAD, Outcome.SKIPPED, Outcome.PARKED, Outcome.DUPLICATE]
     made.done([message(offset, outcome=outcome) for offset, outcome in enumerate(outcomes)])
@@ -101,7 +101,7 @@ def test_what_is_done_without_an_attempt_is_recorded_too() -> None:
     assert {outcome.value for outcome in Outcome} == set(FINAL)
 
 
-def test_two_lives_of_a_process_are_told_apart() -> None:
+def test_two_lives_of_a_process_are_distinct() -> None:
     found = set()
     for _ in range(2):
         made, sink = writer(Ledger())

@@ -99,7 +99,7 @@ CALM, MANY = 0, BUSY_LOOP_LANES + 1
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
-def test_a_client_that_takes_no_results_ends_the_task_and_is_no_failure_of_the_message(waiting: int) -> None:
+def test_client_that_refuses_results_ends_the_task(waiting: int) -> None:
     async def test() -> None:
         bench = Bench(Client(refuses=0), waiting)
         bench.results(0)
@@ -139,7 +139,7 @@ def test_a_client_without_room_is_waited_for(waiting: int) -> None:
 
 
 @pytest.mark.parametrize("waiting", [CALM, MANY])
-def test_nothing_overtakes_a_result_of_which_it_is_heard_meanwhile_that_it_was_not_written(
+def test_no_result_is_sent_after_an_earlier_delivery_fails(
     waiting: int,
 ) -> None:
     async def test() -> None:
@@ -156,9 +156,7 @@ def test_nothing_overtakes_a_result_of_which_it_is_heard_meanwhile_that_it_was_n
 
 
 @pytest.mark.parametrize(("waiting", "held"), [(MANY, 0), (CALM, 20_000)])
-def test_results_are_gathered_while_many_lanes_wait_or_much_is_held_and_let_go_when_not(
-    waiting: int, held: int
-) -> None:
+def test_results_are_gathered_only_while_many_lanes_wait(waiting: int, held: int) -> None:
     async def test() -> None:
         client = Client()
         bench = Bench(client, waiting, held=held)
@@ -173,7 +171,7 @@ def test_results_are_gathered_while_many_lanes_wait_or_much_is_held_and_let_go_w
     asyncio.run(test())
 
 
-def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
+def test_gathered_results_are_sent_in_order_after_a_while() -> None:
     async def test() -> None:
         client = Client()
         bench = Bench(client, MANY)
@@ -184,7 +182,7 @@ def test_results_that_are_gathered_go_after_a_while_in_their_order() -> None:
     asyncio.run(test())
 
 
-def test_what_was_gathered_is_not_sent_after_the_end() -> None:
+def test_gathered_results_are_not_sent_after_the_end() -> None:
     async def test() -> None:
         client = Client()
         bench = Bench(client, MANY)
