@@ -1,11 +1,12 @@
 """What batches are worth where a call is dear: ``python -m bench.batch [--rounds 3] [--single 3000] [--batch 40000]``.
 
 A stage that stands for a model, or for an endpoint that takes many at once: a call costs 5 ms and 0.05 ms for each
-message in it, and there is one call at a time (``limit=1``, one task). 2,000 keys, taking turns on one broker:
+message in it, and there is one call at a time (``max_concurrency=1``, one task). 2,000 keys, taking turns on one
+broker:
 
 ========== ===========================================================================================================
-``single`` ``@app.stage(limit=1)``: a call for every message, 5.05 ms each; it cannot do more than 198 a second
-``batch``  ``@app.batch_stage(max_size=64, limit=1)``: a call for the heads of up to 64 lanes; 7,805 a second at most
+``single`` ``@app.stage``: a call for every message, 5.05 ms each; it cannot do more than 198 a second
+``batch``  ``@app.batch_stage(max_size=64)``: a call for the heads of up to 64 lanes; 7,805 a second at most
 ========== ===========================================================================================================
 
 So what is compared is the same call made for one or for many, not two engines. Where calls may overlap, ``single``
@@ -39,18 +40,18 @@ from keylane.testing import HistoryWriter, Sent, check, read_history
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NEEDED = 20
+SPEEDUP_RATIO_MIN = 20
 KEYS = 2_000
 CALL, ITEM = 0.005, 0.00005
 """Seconds that a call takes, and each message in it."""
-SIZE = 64
-_WARM = 0.2
-_LONGEST = 200.0
+BATCH_MESSAGES = 64
+_WARM_UP_SHARE = 0.2
+_RUN_SECONDS_MAX = 200.0
 KINDS = ("single", "batch")
 
 
 def make_app(name: str, kind: str, history: Path) -> App:
-    """The two are told apart by their stage alone."""
+    """Only their stages differ."""
     app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(history))
 
     if kind == "single":
@@ -62,7 +63,7 @@ def make_app(name: str, kind: str, history: Path) -> App:
 
     else:
 
-        @app.batch_stage(max_size=SIZE, max_concurrency=1)
+        @app.batch_stage(max_size=BATCH_MESSAGES, max_concurrency=1)
         def many(msgs: list[Message]) -> list[bytes]:
             time.sleep(CALL + ITEM * len(msgs))
             return [msg.value for msg in msgs]
@@ -87,10 +88,10 @@ def measure(ground: Ground, name: str, kind: str, n: int) -> float:
     history = ground.folder / f"{name}.history"
     command = [sys.executable, "-m", "bench.batch", "--app", ground.bootstrap, name, kind, str(history)]
     with Process(command, ground.folder / f"{name}.log") as app:
-        deadline = time.monotonic() + _LONGEST
+        deadline = time.monotonic() + _RUN_SECONDS_MAX
         while sum(ground.cluster.ends(f"{name}.out", range(PARTITIONS)).values()) < n:
             if time.monotonic() > deadline:
-                raise BenchError(f"{name}: not drained within {_LONGEST:g} s; {app.last_words()}")
+                raise BenchError(f"{name}: not drained within {_RUN_SECONDS_MAX:g} s; {app.last_words()}")
             app.check()
             time.sleep(0.5)
         app.wait(60)
@@ -100,11 +101,11 @@ def measure(ground: Ground, name: str, kind: str, n: int) -> float:
     if not verdict.ok or verdict.repeats:
         raise BenchError(f"{name}: {verdict}")
     written = sorted(results.written)
-    return 1000 * n * (1 - _WARM) / (written[-1] - written[int(n * _WARM)])
+    return 1000 * n * (1 - _WARM_UP_SHARE) / (written[-1] - written[int(n * _WARM_UP_SHARE)])
 
 
 def positions(ground: Ground, name: str, n: int) -> list[Sent]:
-    """Where each message lies in the source."""
+    """The source position of each message."""
     reader: Any = ground.reader(name, topic=f"{name}.in")
     found: list[Sent] = []
     while len(found) < n:
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"| {kind} | {spread[kind].median:,.0f} | {min(figures):,.0f} to {max(figures):,.0f} |")
     print(f"\nbatches do {ratio:.1f} times what single calls do")
     print(json.dumps({**found, "ratio": round(ratio, 2)}))
-    return 0 if ratio >= NEEDED else 1
+    return 0 if ratio >= SPEEDUP_RATIO_MIN else 1
 
 
 if __name__ == "__main__":

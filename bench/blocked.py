@@ -48,10 +48,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 PARTITIONS = 4
 KEYS = 1_000
 FURTHER = b"further"
-_VALUE = b"x" * 100
-_WARM = 0.2
-_LONGEST = 600.0
-_EVERY = 0.1
+_VALUE_BYTES = b"x" * 100
+_WARM_UP_SHARE = 0.2
+_RUN_SECONDS_MAX = 600.0
+_POLL_SECONDS = 0.1
 _PROC = Path("/proc")
 _DAEMON = b"pyspark.daemon\0pyspark.worker\0"
 """The end of its command line, and its children's; the planner's is another."""
@@ -87,7 +87,7 @@ def make_app(name: str, source: str, sink: str, kind: Kind) -> App:
 
 
 def run(bootstrap: str, name: str, source: str, sink: str, kind: Kind, results: int) -> dict[str, float]:
-    """Work off the source until so many results are there; the workers' memory by then."""
+    """Process the source until there are this many results; returns the workers' memory by then."""
     cluster = Cluster(KafkaSettings(bootstrap))
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
         spark = session("local[2]", "keylane bench")
@@ -96,7 +96,7 @@ def run(bootstrap: str, name: str, source: str, sink: str, kind: Kind, results: 
                 spark, bootstrap=bootstrap, checkpoint_location=folder
             )
             while query.isActive and sum(cluster.ends(sink, range(PARTITIONS)).values()) < results:
-                time.sleep(_EVERY)
+                time.sleep(_POLL_SECONDS)
             time.sleep(2.0)  # the last progress
             memory = [_memory(worker) for worker in _workers()]
             print(f"{len(memory)} workers: {memory}")
@@ -161,9 +161,9 @@ class Ground:
                 }
             )
             for number in range(self.n):
-                producer.produce(source, _VALUE, b"k%d" % (number % KEYS))
+                producer.produce(source, _VALUE_BYTES, b"k%d" % (number % KEYS))
                 if source == "mixed.in":
-                    producer.produce(source, _VALUE, FURTHER)
+                    producer.produce(source, _VALUE_BYTES, FURTHER)
                 if number % 1000 == 0:
                     producer.poll(0)
                     while len(producer) > 500_000:
@@ -172,7 +172,7 @@ class Ground:
                 raise BenchError(f"topic {source!r} could not be filled")
 
     def run(self, kind: Kind, number: int) -> Run:
-        """One run, and what came of it."""
+        """One run and its result."""
         name = f"{kind}-{number}"
         sink = f"{name}.out"
         self.cluster.ensure(sink, PARTITIONS, {"message.timestamp.type": "LogAppendTime"})
@@ -182,12 +182,12 @@ class Ground:
         with Process(
             [sys.executable, "-m", "bench.blocked", "--run", *given], self.folder / f"{name}.log"
         ) as process:
-            process.wait(_LONGEST)
+            process.wait(_RUN_SECONDS_MAX)
             memory = json.loads(process.log.read_text().splitlines()[-1])
         times = self._times(sink)
         if len(times) != self.n:
             raise BenchError(f"{name}: {len(times):,} healthy results of {self.n:,}")
-        warm = int(self.n * _WARM)
+        warm = int(self.n * _WARM_UP_SHARE)
         seconds = times[-1] - times[warm]
         return Run(
             kind=kind,

@@ -85,7 +85,7 @@ NEEDED = {
 
 
 class Workshop:
-    """Builds products into ``folder``, one folder each. ``say`` is told when something takes time."""
+    """Build products into ``folder``, one folder each. ``say`` is called with what takes time."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder

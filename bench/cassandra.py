@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_UP = 120.0
+_START_SECONDS_MAX = 120.0
 _EXPORTS = (
     "java.base/java.lang.ref java.base/jdk.internal.misc java.rmi/sun.rmi.registry java.rmi/sun.rmi.server "
     "java.rmi/sun.rmi.transport.tcp java.sql/java.sql jdk.unsupported/sun.misc"
@@ -112,13 +112,15 @@ class Cassandra:
             self._process.signal(signal.SIGSTOP)
 
     def _wait(self) -> None:
-        until = time.monotonic() + _UP
+        until = time.monotonic() + _START_SECONDS_MAX
         while time.monotonic() < until:
             self._process.must_run()
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
                 return
             time.sleep(0.2)
-        raise BenchError(f"Cassandra did not answer within {_UP:.0f} s; {self._process.last_words()}")
+        raise BenchError(
+            f"Cassandra did not answer within {_START_SECONDS_MAX:.0f} s; {self._process.last_words()}"
+        )
 
 
 def _free_ports() -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bench.errors import BenchError
 from bench.field import next_base, turns
 from bench.offered import note, offer
-from bench.sheet import Column, Sheet
+from bench.results import Column, ResultSheet
 from bench.tool import Load
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Settings:
         return sum(self.stages)
 
 
-def measure(ground: Field, name: str, settings: Settings) -> Sheet:
+def measure(ground: Field, name: str, settings: Settings) -> ResultSheet:
     """All rounds."""
     stages = " + ".join(map(str, settings.stages))
     title = (
@@ -59,7 +59,7 @@ def measure(ground: Field, name: str, settings: Settings) -> Sheet:
     return sheet
 
 
-def _round(ground: Field, one: Contestant, settings: Settings, sheet: Sheet, number: int) -> None:
+def _round(ground: Field, one: Contestant, settings: Settings, sheet: ResultSheet, number: int) -> None:
     job = replace(ground.job(one, sheet.name), stages=settings.stages, fail=settings.fail)
     load = Load(
         rate=settings.rate,

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from bench.lineup import Lineup
-    from bench.sheet import Sheet
+    from bench.results import ResultSheet
 
-OUT = Path(__file__).parent / "results"
-LOCAL = OUT / "local"
+RESULTS_FOLDER = Path(__file__).parent / "results"
+LOCAL_FOLDER = RESULTS_FOLDER / "local"
 """Not kept in the repository."""
-_BUSY = 0.25
-"""Load average per core above which the figures are somebody else's as well."""
+_BUSY_LOAD_PER_CORE = 0.25
+"""Load average per core above which other programs distort the figures."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    out: Path = given.out or (LOCAL / "quick" if given.quick else OUT)
+    out: Path = given.out or (LOCAL_FOLDER / "quick" if given.quick else RESULTS_FOLDER)
     try:
         if given.list:
             print("\n".join(f"{one.name:15} {one.what}" for one in ALL))
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -> list[Sheet]:
+def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -> list[ResultSheet]:
     wanted = _chosen("--peers", given.peers, NAMES)
     only = [*given.workload, *(given.only.split(",") if given.only else [])]
     parts = _chosen(
@@ -79,10 +79,10 @@ def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -
     sizes = _sizes(given)
     rounds = given.rounds or (1 if given.quick else 3)
     machine = facts()
-    if os.getloadavg()[0] > _BUSY * cores():
+    if os.getloadavg()[0] > _BUSY_LOAD_PER_CORE * cores():
         say(f"the machine is busy (load average {os.getloadavg()[0]:.2f}): do not trust the figures")
     lineup = assemble(wanted, Workshop(given.build or default_folder(), say))
-    logs = (LOCAL / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
+    logs = (LOCAL_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
     with ExitStack() as stack:
         lineup, store = _store(lineup, logs, stack, say)
         for name, why in lineup.left_out.items():
@@ -106,7 +106,7 @@ def _measure(given: argparse.Namespace, out: Path, say: Callable[[str], None]) -
         return [_one(workload, ground, sizes, out) for workload in ALL if workload.name in parts]
 
 
-def _one(workload: Workload, ground: Field, sizes: Sizes, out: Path) -> Sheet:
+def _one(workload: Workload, ground: Field, sizes: Sizes, out: Path) -> ResultSheet:
     """Measure it and write its file at once: a run that is ended later has this one done."""
     sheet = workload.measure(ground, sizes)
     if sheet.lines:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bench import drain, offered
 from bench.errors import BenchError
 from bench.field import next_base, turns
-from bench.sheet import Column, Sheet
+from bench.results import Column, ResultSheet
 from bench.tool import Load
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Backlog:
     seconds: float = 15.0
 
 
-def by_keys(ground: Field, name: str, settings: Keys) -> Sheet:
+def by_keys(ground: Field, name: str, settings: Keys) -> ResultSheet:
     """All rounds."""
     title = f"Cost by the number of keys: {settings.n:,} messages or one per key, no-op handler"
     sheet = ground.sheet(name, title, {"keys": list(settings.keys), "n": settings.n}, _COLUMNS)
@@ -50,7 +50,7 @@ def by_keys(ground: Field, name: str, settings: Keys) -> Sheet:
     return sheet
 
 
-def by_backlog(ground: Field, name: str, settings: Backlog) -> Sheet:
+def by_backlog(ground: Field, name: str, settings: Backlog) -> ResultSheet:
     """All rounds. The live load's processor time is that of the whole app while it lasts, idle moments included."""
     title = f"Cost by the length of the backlog: {settings.keys:,} keys, no-op handler"
     given = {"sizes": list(settings.sizes), "keys": settings.keys, "rate": settings.rate}
@@ -67,7 +67,7 @@ def by_backlog(ground: Field, name: str, settings: Backlog) -> Sheet:
     return sheet
 
 
-def _drains(ground: Field, sheet: Sheet, sizes: dict[str, drain.Settings]) -> None:
+def _drains(ground: Field, sheet: ResultSheet, sizes: dict[str, drain.Settings]) -> None:
     with drain.Inputs(ground, sheet.name) as inputs:
         for number in range(ground.rounds):
             for label in turns(list(sizes), number):
@@ -92,7 +92,7 @@ def _drains(ground: Field, sheet: Sheet, sizes: dict[str, drain.Settings]) -> No
     sheet.lines.sort(key=lambda line: line.at or 0)
 
 
-def _live(ground: Field, one: Contestant, settings: Backlog, sheet: Sheet) -> None:
+def _live(ground: Field, one: Contestant, settings: Backlog, sheet: ResultSheet) -> None:
     job = ground.job(one, sheet.name)
     load = Load(rate=settings.rate, seconds=settings.seconds, keys=settings.keys, base=next_base())
     line = sheet.line(_NO_BACKLOG.format(rate=settings.rate), one.peer, at=0)

@@ -3,7 +3,7 @@
 Two things are measured for each, taking turns on one broker, with a no-op handler and everything as a user gets it:
 
 =========== ==========================================================================================================
-``drain``   ``n`` messages that lie there: messages per second, by the times at which the broker wrote the results,
+``drain``   a backlog of ``n`` messages: messages per second, by the times at which the broker wrote the results,
             from 20% to 100% of them
 ``latency`` ``rate`` messages per second for a while, from a process of their own (``keylane seed``): from when a
             message was due to when a reader that is ``read_committed`` got its result, after a warm-up
@@ -38,9 +38,9 @@ from keylane.kafka.settings import KafkaSettings
 KINDS = ("at_least_once", "exactly_once")
 PARTITIONS = 8
 KEYS = 1_000
-_WARM = 0.2
-_WARM_UP = 6.0
-_LONGEST = 300.0
+_WARM_UP_SHARE = 0.2
+_WARM_UP_SECONDS = 6.0
+_RUN_SECONDS_MAX = 300.0
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Ground:
             *("--messages", str(messages), "--keys", str(keys), "--seed", str(seed), "--json"),
             *(() if rate is None else ("--rate", str(rate))),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_RUN_SECONDS_MAX)
         if said.returncode:
             raise BenchError(f"the load generator failed: {said.stderr.strip()[-300:]}")
 
@@ -114,17 +114,17 @@ def drain(ground: Ground, kind: str, name: str, n: int) -> float:
     ground.topics(name)
     ground.load(name, n, rate=None)
     with ground.app(name, kind) as app:
-        deadline = time.monotonic() + _LONGEST
+        deadline = time.monotonic() + _RUN_SECONDS_MAX
         while ground.left(name):
             if time.monotonic() > deadline:
-                raise BenchError(f"{kind}: not drained within {_LONGEST:g} s; {app.last_words()}")
+                raise BenchError(f"{kind}: not drained within {_RUN_SECONDS_MAX:g} s; {app.last_words()}")
             app.must_run()
             time.sleep(0.2)
         results = Results(ground.reader(name))
         results.read(n)
     written = sorted(results.written)
-    began, ended = written[int(n * _WARM)], written[-1]
-    return 1000 * n * (1 - _WARM) / (ended - began)
+    began, ended = written[int(n * _WARM_UP_SHARE)], written[-1]
+    return 1000 * n * (1 - _WARM_UP_SHARE) / (ended - began)
 
 
 def latency(ground: Ground, kind: str, name: str, rate: int, seconds: float) -> tuple[float, float]:
@@ -134,7 +134,7 @@ def latency(ground: Ground, kind: str, name: str, rate: int, seconds: float) -> 
     with ground.app(name, kind) as app:
         ground.load(name, rate, rate=rate / 4)  # until everybody is connected and has seen messages
         results.read(rate)
-        count = int(rate * (_WARM_UP + seconds))
+        count = int(rate * (_WARM_UP_SECONDS + seconds))
         loading = threading.Thread(target=ground.load, args=(name, count, rate, 1))
         loading.start()
         results.read(rate + count)
@@ -159,7 +159,7 @@ class Results:
         """When each was due and when it came, in seconds."""
 
     def read(self, count: int) -> None:
-        """Until there are so many."""
+        """Wait until there are this many."""
         heard = time.monotonic()
         while len(self.came) < count:
             messages = self._reader.consume(1000, 0.002)

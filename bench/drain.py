@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Self
 from bench.errors import BenchError
 from bench.field import turns
 from bench.progress import rate, read_progress, value_at
-from bench.sheet import Column, Sheet
+from bench.results import Column, ResultSheet
 
 if TYPE_CHECKING:
     from bench.field import Field
     from bench.lineup import Contestant
 
-LONGEST = 300.0
-_SHORT = 1.0
+RUN_SECONDS_MAX = 300.0
+_SHORT_RUN_SECONDS = 1.0
 """Seconds below which four samples of processor time a second say nothing."""
 COLUMNS = [
     Column(figure="per_second", title="messages per second"),
@@ -57,7 +57,7 @@ class Run:
     problems: list[str]
 
 
-def measure(ground: Field, name: str, settings: Settings) -> Sheet:
+def measure(ground: Field, name: str, settings: Settings) -> ResultSheet:
     """All rounds. Every input is loaded once; every run has a group and an output topic of its own."""
     contestants = ground.lineup.waiting() if settings.stage_ms else ground.lineup.drain()
     if settings.zipf:
@@ -121,7 +121,7 @@ def run(ground: Field, one: Contestant, settings: Settings, inputs: Inputs) -> R
         job = replace(job, stages=(settings.stage_ms,))
     with ground.topics(job, source=False):
         with ground.process(one, job) as process:
-            process.wait(LONGEST)
+            process.wait(RUN_SECONDS_MAX)
         found = rate(read_progress(process.log))
         if found is None:
             raise BenchError(
@@ -129,7 +129,7 @@ def run(ground: Field, one: Contestant, settings: Settings, inputs: Inputs) -> R
             )
         seconds = found.end - found.begin
         cpu = None
-        if process.cpu and seconds >= _SHORT:
+        if process.cpu and seconds >= _SHORT_RUN_SECONDS:
             cpu = value_at(process.cpu, found.end) - value_at(process.cpu, found.begin)
         problems = ground.tool.check(job.out, n).problems
         if one.commits and (committed := ground.tool.committed(job.group, job.topic)) != n:

@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING
 
 from bench import report
 from bench.build import Workshop, default_folder
-from bench.cli import LOCAL, OUT
-from bench.drain import LONGEST
+from bench.cli import LOCAL_FOLDER, RESULTS_FOLDER
+from bench.drain import RUN_SECONDS_MAX
 from bench.errors import BenchError
 from bench.field import PARTITIONS, Field, next_base
 from bench.lineup import assemble
 from bench.machine import facts
 from bench.progress import rate, read_progress
-from bench.sheet import Column, Sheet
+from bench.results import Column, ResultSheet
 from bench.tool import Load, Tool
 from keylane.broker import Broker
 from keylane.errors import KeylaneError
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from bench.lineup import Job
     from bench.process import Process
 
-ALLOWED = 0.05
+GROWTH_SHARE_MAX = 0.05
 STAGES, FAIL, KEYS = (5, 20, 65, 10), 10, 2_000
-_LOAD = 30.0
-_EVERY = 10.0
+_LOAD_SECONDS = 30.0
+_SAMPLE_INTERVAL_SECONDS = 10.0
 _WARM, _WARM_MOST = 0.2, 300.0
 _FILL, _FILLS = 3, 15.0
-"""Times the load, for so many seconds: more than tasks hold piles up."""
-_AT_REST = 10.0
+"""Duration of the load that is timed: more than tasks can buffer piles up."""
+_REST_SECONDS = 10.0
 """Seconds within which no lane is left when all results are there; tasks count them every two."""
-_CALIBRATE = 60_000
-_MOST = 10_000.0
+_CALIBRATION_MESSAGES = 60_000
+_RATE_PER_SECOND_MAX = 10_000.0
 """Messages per second at most: the log of half an hour is to fit on a disk."""
 _KEPT = {"retention.ms": "180000", "segment.ms": "60000", "segment.bytes": str(64 << 20)}
 _COLLECTIONS = "collections.log"
@@ -136,7 +136,7 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(_EVERY):
+        while not self._ended.wait(_SAMPLE_INTERVAL_SECONDS):
             found = self._process.footprints()
             java = [one for name, one in found if name == "java"]
             others = [one for name, one in found if name != "java"]
@@ -171,7 +171,7 @@ def _lanes(folder: Path) -> int:
 
 def _left(folder: Path) -> int:
     """Lanes that are held though there is nothing to do."""
-    deadline = time.monotonic() + _AT_REST
+    deadline = time.monotonic() + _REST_SECONDS
     while (left := _lanes(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
@@ -184,17 +184,18 @@ def _number(path: Path) -> int:
         return 0
 
 
-def measure(ground: Field, seconds: float, offered: float | None, samples_to: Path) -> Sheet:
+def measure(ground: Field, seconds: float, offered: float | None, samples_to: Path) -> ResultSheet:
     """Calibrate, load for so long, judge."""
     (one,) = ground.lineup.alone()
     if offered is None:
-        offered = min(_MOST, _capacity(ground) / 2)
-    loads = max(1, round(seconds / _LOAD))
+        offered = min(_RATE_PER_SECOND_MAX, _capacity(ground) / 2)
+    loads = max(1, round(seconds / _LOAD_SECONDS))
     title = (
-        f"Endurance: {loads * _LOAD / 60:g} minutes of the chat pipeline at {offered:,.0f}/s, {FAIL}% fail at first, "
-        f"{KEYS:,} new keys every {_LOAD:g} s"
+        f"Endurance: {loads * _LOAD_SECONDS / 60:g} minutes of the chat pipeline at {offered:,.0f}/s, "
+        f"{FAIL}% fail at first, "
+        f"{KEYS:,} new keys every {_LOAD_SECONDS:g} s"
     )
-    sheet = ground.sheet("endurance", title, {"seconds": loads * _LOAD}, _COLUMNS)
+    sheet = ground.sheet("endurance", title, {"seconds": loads * _LOAD_SECONDS}, _COLUMNS)
     latencies: list[float] = []
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
         job = replace(ground.job(one, "endurance"), stages=STAGES, fail=FAIL)
@@ -202,7 +203,7 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
         java = "JAVA_TOOL_OPTIONS=" + _COLLECT.format(Path(folder) / _COLLECTIONS)
         command = replace(one, command=lambda given: ["env", java, *one.command(given), f"lanes={folder}"])
         with ground.process(command, job) as process:
-            load = Load(rate=offered, seconds=_LOAD, keys=KEYS, fail=FAIL)
+            load = Load(rate=offered, seconds=_LOAD_SECONDS, keys=KEYS, fail=FAIL)
             ground.warm_up(job, process, replace(load, rate=_FILL * offered, seconds=_FILLS))
             watcher = Watcher(process, Path(folder))
             for number in range(loads):
@@ -220,10 +221,10 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
             process.stop()
     samples_to.parent.mkdir(parents=True, exist_ok=True)
     samples_to.write_text("\n".join(json.dumps(_facts(sample)) for sample in watcher.samples) + "\n")
-    for name, (first, last, change) in judge(watcher.samples, loads * _LOAD).items():
+    for name, (first, last, change) in judge(watcher.samples, loads * _LOAD_SECONDS).items():
         line = sheet.line(JUDGED[name], "keylane")
         line.add(first=first, last=last, drift=100 * change)
-        grown = change >= ALLOWED
+        grown = change >= GROWTH_SHARE_MAX
         line.notes.append("GROWS" if grown else "steady")
         if grown:
             sheet.problems.append(f"{JUDGED[name]}: {first:,.1f} became {last:,.1f} ({change:+.1%})")
@@ -235,7 +236,7 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
         line.add(first=first, last=last, drift=100 * change)
         line.notes.append("not judged")
     sheet.remarks.append(
-        f"{loads * int(_LOAD * offered):,} messages, all results in order and complete."
+        f"{loads * int(_LOAD_SECONDS * offered):,} messages, all results in order and complete."
         if not sheet.problems
         else "See above."
     )
@@ -245,11 +246,11 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
 def _capacity(ground: Field) -> float:
     """Messages per second that the pipeline can do, by a short drain."""
     (one,) = ground.lineup.alone()
-    job = replace(ground.job(one, "capacity"), n=_CALIBRATE, stages=STAGES, fail=FAIL)
+    job = replace(ground.job(one, "capacity"), n=_CALIBRATION_MESSAGES, stages=STAGES, fail=FAIL)
     ground.tool.create(job.topic)
-    ground.tool.preload(job.topic, _CALIBRATE, KEYS)
+    ground.tool.preload(job.topic, _CALIBRATION_MESSAGES, KEYS)
     with ground.topics(job, source=False), ground.process(one, job) as process:
-        process.wait(LONGEST)
+        process.wait(RUN_SECONDS_MAX)
     found = rate(read_progress(process.log))
     if found is None:
         raise BenchError(f"what it can do could not be measured; {process.last_words()}")
@@ -286,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES") or 30))
     parser.add_argument("--rate", type=float, help="messages per second, instead of half of what it can do")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table (bench/results)")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS_FOLDER, help="folder for the table (bench/results)"
+    )
     parser.add_argument("--build", type=Path, help="folder for what is built")
     given = parser.parse_args(arguments)
     if given.minutes <= 0 or (given.rate is not None and given.rate <= 0):
@@ -295,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say: Callable[[str], None] = lambda text: print(  # noqa: E731 - a name for its type
         f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True
     )
-    logs = (LOCAL / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
+    logs = (LOCAL_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
     try:
         lineup = assemble(["keylane"], Workshop(given.build or default_folder(), say))
         with Broker() as broker:

@@ -38,12 +38,12 @@ from keylane import App, Message
 from keylane.broker import Broker
 from keylane.testing import EventKind, History, HistoryWriter, Sent, check, read_history
 
-EPOCH = 3.0
+EPOCH_SECONDS = 3.0
 PARTITIONS = 8
-SILENCE = 0.12
+SILENCE_SECONDS_MIN = 0.12
 """Seconds. At the rates used here a partition's messages follow each other faster than that, but once in a million."""
-_RECOVERY_LIMIT = 60.0
-_IDLE_EPOCHS = 8
+_RECOVERY_SECONDS_MAX = 60.0
+_IDLE_EPOCHS_COUNT = 8
 
 if name := os.environ.get("KEYLANE_BENCH_APP"):
     app = App(
@@ -109,7 +109,7 @@ class Run:
         return loading
 
     def judged(self, repeats: int = 0) -> History:
-        """All attempts; raises when a promise was broken. A message may finish so many times more than once."""
+        """All attempts; raises when a promise was broken. A message may be repeated up to ``repeats`` times."""
         reader = self.ground.reader(self.name, PARTITIONS)
         reader.assign([TopicPartition(f"{self.name}.in", p, 0) for p in range(PARTITIONS)])
         sent: list[Sent] = []
@@ -135,13 +135,13 @@ def gaps(run: Run, rate: float, seconds: float, epochs: int) -> tuple[list[float
         process.must_run()
         before = process.log.stat().st_size
         if epochs:
-            time.sleep(epochs * EPOCH)
+            time.sleep(epochs * EPOCH_SECONDS)
         nothing = process.log.read_bytes()[before:].decode()
     events = [e for e in run.judged() if e.kind is EventKind.START and e.at > began + 1]
     silences = []
     for partition in range(PARTITIONS):
         of_it = [e.seq / 1e9 for e in events if e.partition == partition]
-        silences += [1e3 * (b - a) for a, b in pairwise(of_it) if b - a > SILENCE]
+        silences += [1e3 * (b - a) for a, b in pairwise(of_it) if b - a > SILENCE_SECONDS_MIN]
     late = sorted(at - due for due, at in run.results.came if due > began + 1)
     return silences, idle(nothing) if epochs else [], 1e3 * median(late), 1e3 * late[int(len(late) * 0.99)]
 
@@ -167,7 +167,7 @@ def idle(log: str) -> list[float]:
 
 
 def recovery(run: Run, rate: float, what: str) -> float:
-    """Milliseconds from the kill until the last partition that it hit goes on."""
+    """Milliseconds from the kill until the last affected partition continues."""
     first = run.start()
     first.__enter__()
     again = None
@@ -190,7 +190,7 @@ def recovery(run: Run, rate: float, what: str) -> float:
             again = run.start(2)
             again.__enter__()
         loading.join()
-        deadline = time.monotonic() + _RECOVERY_LIMIT
+        deadline = time.monotonic() + _RECOVERY_SECONDS_MAX
         while True:
             after: dict[int, int] = {}
             for e in read_history(run.history):
@@ -207,7 +207,7 @@ def recovery(run: Run, rate: float, what: str) -> float:
         if again is not None:
             again.__exit__(None, None, None)
         first.__exit__(None, None, None)
-    run.judged(repeats=1)  # what was done since the last commit
+    run.judged(repeats=1)  # messages done since the last commit
     return max(after[p] - killed for p in hit) / 1e6
 
 
@@ -226,12 +226,12 @@ def main() -> None:
         ground = Ground(broker.bootstrap, Path(folder))
         for number in range(given.rounds):
             if given.only != "crash":
-                for kind, epoch in (("one epoch", 300.0), ("many", EPOCH)):
+                for kind, epoch in (("one epoch", 300.0), ("many", EPOCH_SECONDS)):
                     name = f"g{number}-{epoch:g}"
                     ground.topics(name)
-                    more = _IDLE_EPOCHS if kind == "many" else 0
+                    more = _IDLE_EPOCHS_COUNT if kind == "many" else 0
                     run = Run(ground, name, epoch)
-                    silences, nothing, p50, p99 = gaps(run, given.rate, given.epochs * EPOCH, more)
+                    silences, nothing, p50, p99 = gaps(run, given.rate, given.epochs * EPOCH_SECONDS, more)
                     found.p50[kind].append(p50)
                     found.p99[kind].append(p99)
                     if kind == "many":
@@ -259,9 +259,9 @@ def main() -> None:
         "gap between epochs, ms (worst of a round)": found.gap_worst,
         "gap between epochs without a load, ms": found.idle,
         "p50, one epoch, ms": found.p50["one epoch"],
-        f"p50, an epoch every {EPOCH:g} s, ms": found.p50["many"],
+        f"p50, an epoch every {EPOCH_SECONDS:g} s, ms": found.p50["many"],
         "p99, one epoch, ms": found.p99["one epoch"],
-        f"p99, an epoch every {EPOCH:g} s, ms": found.p99["many"],
+        f"p99, an epoch every {EPOCH_SECONDS:g} s, ms": found.p99["many"],
         "worker killed, ms": found.worker,
         "driver killed and started again, ms": found.driver,
     }

@@ -1,4 +1,4 @@
-"""What every workload needs: a broker, the load generator, the peers, and names that nobody used before."""
+"""What every workload needs: a broker, the load generator, the peers, and unused topic names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.cassandra import Cassandra
-    from bench.sheet import Column, Sheet
+    from bench.results import Column, ResultSheet
 
 PARTITIONS = 8
 _FIRST = Load(rate=500, seconds=4, keys=1000, patience=120)
-_SETTLE = 20.0
-_BURST = 2_000
-_BASE = 10_000_000
+_SETTLE_SECONDS = 20.0
+_BURST_MESSAGES = 2_000
+_BASE_STEP = 10_000_000
 _numbers = itertools.count(1)
 
 T = TypeVar("T")
@@ -67,12 +67,12 @@ class Field:
     store: Cassandra | None = None
     """What prosody needs; it sleeps while others run."""
 
-    def sheet(self, name: str, title: str, settings: dict[str, Any], columns: list[Column]) -> Sheet:
+    def sheet(self, name: str, title: str, settings: dict[str, Any], columns: list[Column]) -> ResultSheet:
         """A new one of this run, still empty."""
-        from bench.sheet import Sheet  # noqa: PLC0415 - it knows Spread, which is here
+        from bench.results import ResultSheet  # noqa: PLC0415 - it knows Spread, which is here
 
         machine = self.machine | {"measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
-        return Sheet(
+        return ResultSheet(
             name=name,
             title=title,
             settings=settings,
@@ -136,7 +136,7 @@ class Field:
         sent = 0
         loads = [replace(_FIRST, base=next_base(), json=load.json)]
         if real:
-            seconds = min(load.seconds, _SETTLE)
+            seconds = min(load.seconds, _SETTLE_SECONDS)
             loads.append(replace(load, seconds=seconds, base=next_base(), window=0, stuck=0))
         for warm in loads:
             result = self.tool.load(job.topic, job.out, warm, process.must_run)
@@ -159,12 +159,12 @@ def churn(settings: KafkaSettings, topic: str, seconds: float) -> None:
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(PARTITIONS)])
     value, until, number = b"x" * 200, time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        for _ in range(_BURST):
+        for _ in range(_BURST_MESSAGES):
             number += 1
             headers: Any = {"event-id": b"%d" % number}
             producer.produce(topic, value, b"key-%d" % (number % 1000), headers=headers)
-        producer.flush(_SETTLE)
-        consumer.consume(2 * _BURST, 0.02)
+        producer.flush(_SETTLE_SECONDS)
+        consumer.consume(2 * _BURST_MESSAGES, 0.02)
     consumer.close()
 
 
@@ -176,4 +176,4 @@ def turns(things: Sequence[T], number: int) -> list[T]:
 
 def next_base() -> int:
     """Event ids, and with them keys, that no load before had."""
-    return next(_numbers) * _BASE
+    return next(_numbers) * _BASE_STEP

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _STAGES = (5, 20, 65, 10)
-_WAIT = 100.0
+_WAIT_MS = 100.0
 _KEYS, _RATE, _FAIL = 2_000, 2_000, 0.1
 
 
@@ -30,7 +30,9 @@ def latencies(*, resumes: bool, overhead: float = 0.0, n: int = 200_000, seed: i
         fails, drawn = rng.random() < _FAIL, rng.random()
         takes = sum(_STAGES) + overhead
         if fails:
-            takes += drawn * _WAIT + max(_STAGES) if resumes else (0.5 + drawn / 2) * _WAIT + sum(_STAGES)
+            takes += (
+                drawn * _WAIT_MS + max(_STAGES) if resumes else (0.5 + drawn / 2) * _WAIT_MS + sum(_STAGES)
+            )
         free[key] = max(due, free.get(key, 0.0)) + takes
         found.append(free[key] - due)
     return sorted(found)

@@ -3,8 +3,8 @@
 ``python -m bench.keylane_peer brokers=… topic=… out=… group=… [n=…] [stages=5,20,65,10] [fail=10] [stuck=1]
 [delivery=exactly_once] [lanes=<folder>]`` and ``kafka.*`` options.
 
-Prints "P <unix time> <done>" lines; done is what lies acknowledged in the output topic. Ends after ``n``, or on
-SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
+Prints "P <unix time> <done>" lines; done is the number of acknowledged results in the output topic. Ends after ``n``,
+or on SIGTERM; both drain. Everything else is as a user gets it: options, retry, outcomes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from keylane.spark import session
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-EVERY = 0.1
+REPORT_INTERVAL_SECONDS = 0.1
 FAIL_UNTIL = "fail-until"
 """A header of the load generator's stuck key: unix time in microseconds until which its messages fail."""
-PATIENCE = Retry(attempts=1000, wait_initial=0.1, wait_max=2.0)
+STUCK_RETRY = Retry(attempts=1000, wait_initial=0.1, wait_max=2.0)
 """For the stuck key, which is to come through in the end."""
 
 
@@ -43,7 +43,7 @@ def fnv32a(data: bytes) -> int:
 
 
 def make_app(opt: dict[str, str]) -> App:
-    """A stage for every sleep, or one that hands its message on.
+    """A stage for every sleep, or one that returns its message.
 
     The longest stage is the one that fails, after its sleep, as a model call would.
     """
@@ -52,7 +52,7 @@ def make_app(opt: dict[str, str]) -> App:
         source=opt["topic"],
         sink=opt["out"],
         delivery="exactly_once" if opt.get("delivery") == "exactly_once" else "at_least_once",
-        retry=PATIENCE if opt.get("stuck") else None,
+        retry=STUCK_RETRY if opt.get("stuck") else None,
     )
     sleeps = [float(ms) / 1000 for ms in opt.get("stages", "").split(",") if ms]
     fail = int(opt.get("fail", "0"))
@@ -80,7 +80,7 @@ def _census(folder: str) -> Callable[[], AsyncIterator[None]]:
 
 
 async def _count(to: Path) -> None:
-    from keylane.lanes.lane_table import LaneTable  # noqa: PLC0415 - the engine's own, which nobody else asks for
+    from keylane.lanes.lane_table import LaneTable  # noqa: PLC0415 - internal to the engine
 
     await asyncio.sleep(1)  # until the task is made
     tables = [found for found in gc.get_objects() if isinstance(found, LaneTable) and not found.closed]
@@ -134,7 +134,7 @@ def main() -> None:
             while query.isActive and not asked and os.getppid() == parent:
                 if report() >= n > 0:
                     break
-                time.sleep(EVERY)
+                time.sleep(REPORT_INTERVAL_SECONDS)
             failure = query.exception()
             query.stop()
         finally:

@@ -26,7 +26,7 @@ class Job:
     out: str
     group: str
     n: int = 0
-    """End after so many; 0: on SIGTERM."""
+    """Messages after which it ends; 0: on SIGTERM."""
     stages: Sequence[int] = ()
     fail: int = 0
     stuck: bool = False
@@ -45,9 +45,9 @@ class Contestant:
     commits: bool = True
     """Its progress is in a Kafka group, where it can be compared with the topic's end."""
     most: int | None = None
-    """So many messages are enough to drain; more would take minutes."""
+    """Messages that are enough to drain; more would take minutes."""
     slow: bool = False
-    """It is known not to keep up with some loads. What is missing then is told as that, not as lost."""
+    """Known not to keep up with some loads. Missing results then count as that, not as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Facts about the machine and the versions, for whoever compares figures."""
+"""Facts about the machine and the versions, for comparing figures."""
 
 from __future__ import annotations
 

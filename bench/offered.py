@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import BenchError
 from bench.field import next_base, turns
-from bench.sheet import Column, Line, Sheet
+from bench.results import Column, ResultLine, ResultSheet
 from bench.tool import Load, LoadResult
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from bench.lineup import Contestant
     from bench.process import Process
 
-_REST = 2.0
-_BEHIND = 1.0
+_REST_SECONDS = 2.0
+_BEHIND_SECONDS = 1.0
 """Seconds of load that may be missing when its last message was sent: more, and the peer does not keep up."""
-_IMPATIENT = 10.0
+_IMPATIENT_SECONDS = 10.0
 COLUMNS = [
     Column(figure="p50", title="p50 ms", form=",.1f"),
     Column(figure="p99", title="p99 ms", form=",.1f"),
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of one load."""
+    """The result of one load."""
 
     result: LoadResult
     cores: float
@@ -53,7 +53,7 @@ class Answer:
     behind: bool
 
 
-def measure(ground: Field, name: str, settings: Settings, contestants: Sequence[Contestant]) -> Sheet:
+def measure(ground: Field, name: str, settings: Settings, contestants: Sequence[Contestant]) -> ResultSheet:
     """All rounds; in each a peer is started once and gets one rate after another."""
     shown = ", ".join(f"{rate:,.0f}" for rate in settings.rates)
     title = (
@@ -71,7 +71,7 @@ def measure(ground: Field, name: str, settings: Settings, contestants: Sequence[
     return sheet
 
 
-def _round(ground: Field, one: Contestant, settings: Settings, sheet: Sheet, number: int) -> None:
+def _round(ground: Field, one: Contestant, settings: Settings, sheet: ResultSheet, number: int) -> None:
     job = ground.job(one, sheet.name)
     first = Load(rate=settings.rates[0], seconds=settings.seconds, keys=settings.keys, json=one.json)
     with ground.topics(job, source=True), ground.process(one, job) as process:
@@ -97,9 +97,9 @@ def _round(ground: Field, one: Contestant, settings: Settings, sheet: Sheet, num
 
 def offer(ground: Field, one: Contestant, job: Any, process: Process, load: Load) -> Answer:
     """One load, after a moment of rest."""
-    time.sleep(_REST)
+    time.sleep(_REST_SECONDS)
     if one.slow:
-        load = replace(load, patience=_IMPATIENT)
+        load = replace(load, patience=_IMPATIENT_SECONDS)
     began, cpu, broker = time.monotonic(), process.cpu_seconds(), ground.broker_cpu()
     result = ground.tool.load(job.topic, job.out, load, process.must_run)
     seconds = time.monotonic() - began
@@ -107,11 +107,11 @@ def offer(ground: Field, one: Contestant, job: Any, process: Process, load: Load
         result=result,
         cores=(process.cpu_seconds() - cpu) / seconds,
         broker_cores=(ground.broker_cpu() - broker) / seconds,
-        behind=result.backlog > _BEHIND * load.rate or result.order.got < result.order.sent,
+        behind=result.backlog > _BEHIND_SECONDS * load.rate or result.order.got < result.order.sent,
     )
 
 
-def note(line: Line, found: Answer, number: int, one: Contestant) -> None:
+def note(line: ResultLine, found: Answer, number: int, one: Contestant) -> None:
     """Put a load's figures and faults into its line."""
     result = found.result
     line.add(

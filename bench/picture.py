@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.sheet import Line, Sheet
+    from bench.results import ResultLine, ResultSheet
 
 _WIDTH, _PANEL, _BAR, _GAP = 960, 460, 20, 40
 _OURS, _OTHERS, _INK, _FAINT = "#d9480f", "#7a8ca5", "#6b7280", "#9ca3af"
@@ -28,7 +28,7 @@ class _Bar:
     ours: bool
 
 
-def draw(sheets: Sequence[Sheet]) -> str:
+def draw(sheets: Sequence[ResultSheet]) -> str:
     """Bars for drains and latencies, lines for the rate curve; a panel whose figures are missing is left out."""
     by_name = {sheet.name: sheet for sheet in sheets}
     panels: list[tuple[str, int, str]] = []
@@ -65,14 +65,14 @@ def _page(panels: Sequence[tuple[str, int, str]]) -> str:
     return "\n".join([_HEAD.format(w=_WIDTH, h=max(y, 20), ink=_INK), *body, "</svg>\n"])
 
 
-def _bar(line: Line, figure: str) -> _Bar | None:
+def _bar(line: ResultLine, figure: str) -> _Bar | None:
     spread = line.spread(figure)
     label = line.label if line.at is None else line.label.removesuffix(f", {line.at:,.0f}/s")
     return None if spread is None else _Bar(label=label, value=spread.median, ours=line.peer == "keylane")
 
 
 def _bars(title: str, found: Sequence[_Bar | None], form: str) -> list[tuple[str, int, str]]:
-    """Lengths are logarithms: the peers lie orders of magnitude apart."""
+    """Lengths are logarithms, because the peers differ by orders of magnitude."""
     bars = [bar for bar in found if bar is not None and bar.value > 0]
     if not bars:
         return []
@@ -93,7 +93,7 @@ def _bars(title: str, found: Sequence[_Bar | None], form: str) -> list[tuple[str
     return [(title, y + 16, "".join(made))]
 
 
-def _curve(title: str, lines: Sequence[Line]) -> list[tuple[str, int, str]]:
+def _curve(title: str, lines: Sequence[ResultLine]) -> list[tuple[str, int, str]]:
     points = {
         figure: [
             (line, float(line.at), spread.median)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PROC = Path("/proc")
 _ROOT = Path(__file__).parents[1]
 _TICK = os.sysconf("SC_CLK_TCK")
-_CPU_EVERY = 0.25
+_CPU_INTERVAL_SECONDS = 0.25
 STOP_SECONDS = 60.0
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -76,13 +76,13 @@ class Process:
         self.stop(grace=STOP_SECONDS if kind is None else 5.0)
 
     def wait(self, timeout: float) -> None:
-        """Until it ends by itself. Raises BenchError when it does not, or not with 0."""
+        """Wait for its end. Raises BenchError when it does not end, or not with 0."""
         running, until, sampled = self._popen(), time.monotonic() + timeout, 0.0
         while running.poll() is None:
             now = time.monotonic()
             if now > until:
                 raise BenchError(f"not finished after {timeout:.0f} s; {self.last_words()}")
-            if now - sampled >= _CPU_EVERY:
+            if now - sampled >= _CPU_INTERVAL_SECONDS:
                 sampled = now
                 self._sample()
             time.sleep(0.05)
@@ -153,7 +153,7 @@ class Process:
         return sum(self._seen.values())
 
     def last_words(self) -> str:
-        """Where its output is, and the last line of it that is no progress."""
+        """Where its output is, and the last line of it that is not a progress line."""
         lines = [
             line
             for line in self.log.read_text(errors="replace").splitlines()
@@ -179,7 +179,7 @@ class Process:
 
 
 def cpu_of(pid: int) -> float:
-    """User and system time of one process. Raises OSError when it is gone."""
+    """User and system time of one process. Raises OSError when it has ended."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICK
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from bench.process import Series
 
-WARM = 0.2
+WARM_UP_SHARE = 0.2
 """The share of the messages that is left out: start-up and warm-up."""
 
 
@@ -42,7 +42,7 @@ def rate(series: Series) -> Rate | None:
     """None when nothing was done, or everything between two lines."""
     if not series or not (done := series[-1][1]):
         return None
-    first = max(done * WARM, series[0][1])
+    first = max(done * WARM_UP_SHARE, series[0][1])
     begin, end = _when(series, first), _when(series, done)
     if end <= begin:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
 from bench.picture import draw
-from bench.sheet import NONE, Line, Sheet, table
+from bench.results import NONE, ResultLine, ResultSheet, table
 from bench.workloads import ALL, Workload
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PICTURE = "benchmarks.svg"
 
 
-def read_all(folder: Path) -> list[Sheet]:
+def read_all(folder: Path) -> list[ResultSheet]:
     """The sheets of a folder, in the order of the workloads. Raises BenchError for a file that is none."""
-    found = {path.stem: Sheet.read(path) for path in folder.glob("*.json") if path.stem != "report"}
+    found = {path.stem: ResultSheet.read(path) for path in folder.glob("*.json") if path.stem != "report"}
     return [found[name] for name in (*(one.name for one in ALL), "endurance") if name in found]
 
 
-def write(folder: Path) -> list[Sheet]:
+def write(folder: Path) -> list[ResultSheet]:
     """``report.md``, ``report.json`` and ``benchmarks.svg`` from the sheets of the folder."""
     sheets = read_all(folder)
     if not sheets:
@@ -38,7 +38,7 @@ def write(folder: Path) -> list[Sheet]:
     return sheets
 
 
-def markdown(sheets: Sequence[Sheet]) -> str:
+def markdown(sheets: Sequence[ResultSheet]) -> str:
     """The picture, the summary, and a section for every sheet."""
     head, *rows = _summary(sheets)
     parts = [f"![Drain rates and latencies beside the peers]({PICTURE})"] if _drawable(sheets) else []
@@ -68,11 +68,11 @@ def fill(path: Path, name: str, content: str) -> None:
     path.write_text(text[: found.start(1)] + f"\n{content}\n" + text[found.end(1) :], encoding="utf-8")
 
 
-def _drawable(sheets: Sequence[Sheet]) -> bool:
+def _drawable(sheets: Sequence[ResultSheet]) -> bool:
     return any(line.figures for sheet in sheets for line in sheet.lines)
 
 
-def _summary(sheets: Sequence[Sheet]) -> list[list[str]]:
+def _summary(sheets: Sequence[ResultSheet]) -> list[list[str]]:
     """A row for each contestant, a column for each workload's main figure."""
     by_name = {sheet.name: sheet for sheet in sheets}
     columns: list[tuple[str, dict[str, str]]] = []
@@ -90,7 +90,7 @@ def _summary(sheets: Sequence[Sheet]) -> list[list[str]]:
     ]
 
 
-def _columns(workload: Workload, sheet: Sheet) -> list[tuple[str, dict[str, str]]]:
+def _columns(workload: Workload, sheet: ResultSheet) -> list[tuple[str, dict[str, str]]]:
     made = []
     for at in dict.fromkeys(line.at for line in sheet.lines if line.figures):
         for figure, title in workload.headline:
@@ -105,6 +105,6 @@ def _columns(workload: Workload, sheet: Sheet) -> list[tuple[str, dict[str, str]
     return made
 
 
-def base(line: Line) -> str:
+def base(line: ResultLine) -> str:
     """The contestant's name, without the rate."""
     return line.label if line.at is None else line.label.removesuffix(f", {line.at:,.0f}/s")

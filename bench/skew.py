@@ -62,14 +62,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PARTITIONS = 8
-ALLOWED = 0.20
+P99_GROWTH_SHARE_MAX = 0.20
 """How much worse the cold lanes may be."""
-COLD = 0.01
+COLD_KEY_SHARE_MAX = 0.01
 """Share of the messages below which a key's lane is cold."""
-_SKIP = 3.0
+_SKIPPED_SECONDS = 3.0
 """Seconds at the beginning of a load that do not count."""
-_REST = 2.0
-_LONGEST = 300.0
+_REST_SECONDS = 2.0
+_RUN_SECONDS_MAX = 300.0
 _NAMED = re.compile(r"key b'(k\d+)' of partition (\d+) is hot: (\d+)%")
 
 
@@ -151,7 +151,7 @@ class Run:
 
 
 def run_app(bootstrap: str, name: str, stage_ms: float, capacity: int) -> None:
-    """Until it is told to end."""
+    """Run until told to end."""
     import asyncio  # noqa: PLC0415 - only here
 
     app = App(name, source=f"{name}.in", sink=f"{name}.out", max_buffered=capacity)
@@ -210,10 +210,10 @@ class Ground:
             *("--messages", str(messages), "--keys", str(settings.keys), "--rate", str(settings.rate)),
             *("--dist", kind, "--zipf-s", str(settings.zipf_s), "--seed", str(self._loads), "--json"),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_RUN_SECONDS_MAX)
         if said.returncode:
             raise BenchError(f"the load generator failed: {said.stderr.strip()[-300:]}")
-        deadline = time.monotonic() + _LONGEST
+        deadline = time.monotonic() + _RUN_SECONDS_MAX
         wanted = sum(begins.values()) + messages
         while sum((ends := self._ends()).values()) < wanted:
             app.must_run()
@@ -229,7 +229,9 @@ class Ground:
         settings = self.settings
         tag = f"{self._loads}-"
         hot = set(settings.hot) if kind == "zipf" else set()
-        cold_from = next(n for n in range(1, settings.keys + 1) if settings.share(kind, n) < COLD)
+        cold_from = next(
+            n for n in range(1, settings.keys + 1) if settings.share(kind, n) < COLD_KEY_SHARE_MAX
+        )
         first: float | None = None
         sequences: dict[bytes, int] = defaultdict(int)
         groups: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": [], "hot": []}
@@ -247,7 +249,7 @@ class Ground:
             group = "hot" if rank in hot else "cold" if rank >= cold_from else "warm"
             if rank == 1:
                 hottest.append(at)
-            if due - first >= 1000 * _SKIP:
+            if due - first >= 1000 * _SKIPPED_SECONDS:
                 groups[group].append((due, at - due))
         took = max(hottest) - min(hottest) if len(hottest) > 1 else 0
         return Run(
@@ -291,7 +293,7 @@ def measure(
         for number in range(rounds):
             kinds = ("uniform", "zipf")
             for kind in kinds if number % 2 == 0 else reversed(kinds):
-                time.sleep(_REST)
+                time.sleep(_REST_SECONDS)
                 run = ground.load(kind, settings.messages, app)
                 runs.append(run)
                 hottest = f", the hottest key {run.hot_per_second:.0f}/s" if kind == "zipf" else ""
@@ -340,9 +342,10 @@ def table(settings: Settings, runs: Sequence[Run], named: Sequence[str]) -> str:
         lines.append(f"| {kind} | {title} | {found[0].count:,} | {figures} |")
     worse, hottest = change(runs), Spread.of([run.hot_per_second for run in runs if run.kind == "zipf"])
     verdict = (
-        f"Cold lanes' p99 of all beside the uniform load: {worse:+.0%}; within {ALLOWED:.0%}: "
-        f"**{'yes' if worse <= ALLOWED else 'NO'}**. The hottest lane did {hottest.median:.0f} per second. "
-        f"Named in the log: {', '.join(named) or '**nobody**'}. Results: each once, in order."
+        f"Cold lanes' p99 of all beside the uniform load: {worse:+.0%}; within {P99_GROWTH_SHARE_MAX:.0%}: "
+        f"**{'yes' if worse <= P99_GROWTH_SHARE_MAX else 'NO'}**. The hottest lane did "
+        f"{hottest.median:.0f} per second. "
+        f"Named in the log: {', '.join(named) or '**none**'}. Results: each once, in order."
     )
     lines += [
         "",
@@ -437,8 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"at {given.rate:g} per second the hottest key gets {given.rate * settings.share('zipf', 1):.0f}, which "
             f"its lane can do ({settings.lane_rate:.0f}): raise --rate, --zipf-s or --stage-ms"
         )
-    if given.rounds < 1 or given.seconds <= 2 * _SKIP or given.keys < 100:
-        parser.error(f"--rounds needs at least 1, --seconds more than {2 * _SKIP:g}, --keys 100")
+    if given.rounds < 1 or given.seconds <= 2 * _SKIPPED_SECONDS or given.keys < 100:
+        parser.error(f"--rounds needs at least 1, --seconds more than {2 * _SKIPPED_SECONDS:g}, --keys 100")
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -453,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     print(table(settings, runs, named))
     print(json.dumps({"settings": asdict(settings), "named": named, "runs": [asdict(run) for run in runs]}))
-    return 0 if change(runs) <= ALLOWED and any(name.startswith("k0 ") for name in named) else 1
+    return 0 if change(runs) <= P99_GROWTH_SHARE_MAX and any(name.startswith("k0 ") for name in named) else 1
 
 
 if __name__ == "__main__":

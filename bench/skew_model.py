@@ -1,8 +1,8 @@
 """Lanes that share little room, in virtual time: how long cold keys wait beside hot ones.
 
 The lane table, the relief and the fetcher are the real ones. Only the log, the stage and the clock are made up: reading
-takes :data:`READ` seconds a message, a stage waits, and a lane that reads again waits for a pass over that part of the
-log. A second of it costs a few milliseconds, so that many distributions can be tried.
+takes :data:`READ_SECONDS` seconds a message, a stage waits, and a lane that reads again waits for a pass over that
+part of the log. A second of it costs a few milliseconds, so that many distributions can be tried.
 
 The optimum is what nobody can beat who reads a log from its beginning: a message starts when it has been read and the
 one before it in its lane is done. Whatever is not next in its lane costs no memory and no second reading; the heads of
@@ -28,17 +28,17 @@ from keylane.lanes.lane_table import Lane, LaneTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-READ = 20e-6
+READ_SECONDS = 20e-6
 """Seconds that it takes to read a message and to put it into its lane."""
-COLD = 0.01
+COLD_KEY_SHARE_MAX = 0.01
 """Share of the messages below which a key is cold."""
 WORSE, REACTION = 1.5, 1.5
-"""Cold keys may take so many times the optimum, and so many seconds: lanes are looked at four times a second."""
-AGAIN = 3.0
+"""Cold keys may take this many times the optimum, plus these seconds: lanes are checked four times a second."""
+READS_PER_MESSAGE_MAX = 3.0
 """How often a message is read at most, on average."""
 _PASS, _SKIM, _LEAP = 0.02, 2e-6, 20_000
 """Seconds until a pass over the log begins, and that it takes for a message; holes of so many are leapt over."""
-_POLL = 0.005
+_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Case:
     capacity: int
     messages: int = 20_000
     live: float = 0.0
-    """Seconds over which they arrive; 0 for a backlog that lies there."""
+    """Seconds over which they arrive; 0 for a backlog."""
     seed: int = 3
 
     def log(self) -> list[int]:
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     cold: int
@@ -88,7 +88,7 @@ class Outcome:
         return (
             self.took <= WORSE * self.optimum + REACTION
             and self.most <= self.case.capacity
-            and self.read <= AGAIN
+            and self.read <= READS_PER_MESSAGE_MAX
         )
 
 
@@ -169,7 +169,7 @@ class _World:
             consumer, "t", {0: 0}, capacity=case.capacity, deliver=self._accept, fail=print
         )
         self.table: LaneTable[Any] = LaneTable(
-            let_go=self._let_go,
+            let_go=self._evicted,
             fetch=self._read_again,
             room=lambda: self.fetcher.room,
             used=lambda: self.fetcher.buffered,
@@ -207,9 +207,9 @@ class _World:
         self.client.now, before = self.now, self.fetcher.flows[0].position
         if self.fetcher._may_fetch():  # noqa: SLF001 - its thread, without one
             self.fetcher._fetch()  # noqa: SLF001
-        took = (self.fetcher.flows[0].position - before) * READ
+        took = (self.fetcher.flows[0].position - before) * READ_SECONDS
         if self.fetcher.flows[0].position < len(self.log):
-            self._at(self.now + (took or _POLL), self._fetch)
+            self._at(self.now + (took or _POLL_SECONDS), self._fetch)
 
     def _accept(self, batch: FetchedBatch) -> None:
         items = [record.item for record in batch.records[0]]  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ class _World:
 
     # What is read again.
 
-    def _let_go(self, _item: object) -> None:
+    def _evicted(self, _item: object) -> None:
         self.fetcher.flows[0].done += 1
         self._count(-1)
 
@@ -268,11 +268,11 @@ class _World:
 def optimum(case: Case, log: Sequence[int]) -> list[float]:
     """When each message is done at best."""
     room = max(1, (case.capacity - max(1, case.capacity // 8)) // 2)
-    free: dict[int, float] = {}  # when the lanes that are busy will have done what has been read of them
+    free: dict[int, float] = {}  # when busy lanes will have finished the messages read so far
     busy: list[tuple[float, int]] = []
     ended, now = [], 0.0
     for offset, key in enumerate(log):
-        now = max(now + READ, case.arrival(offset))
+        now = max(now + READ_SECONDS, case.arrival(offset))
         while busy and (busy[0][0] <= now or (key not in free and len(free) >= room)):
             at, other = heappop(busy)
             if free.get(other) == at:
@@ -291,7 +291,7 @@ def run(case: Case) -> Outcome:
     world.run()
     log, best = world.log, optimum(case, world.log)
     shares = Counter(log)
-    cold = [offset for offset, key in enumerate(log) if shares[key] < COLD * len(log)]
+    cold = [offset for offset, key in enumerate(log) if shares[key] < COLD_KEY_SHARE_MAX * len(log)]
     return Outcome(
         case=case,
         cold=len(cold),

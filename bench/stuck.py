@@ -1,4 +1,4 @@
-"""What a key that cannot go on costs the others: the same steady load with and without one, in Keylane."""
+"""The cost of a stuck key for the others: the same steady load with and without one, in Keylane."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
 from bench.field import next_base
-from bench.sheet import Column, Line, Sheet
+from bench.results import Column, ResultLine, ResultSheet
 from bench.tool import Load
 
 if TYPE_CHECKING:
     from bench.field import Field
     from bench.lineup import Contestant
 
-ALLOWED = 0.10
+GROWTH_SHARE_MAX = 0.10
 """How much the others may change."""
-_LONGEST = 10.0
-_REST = 2.0
+_RUN_SECONDS_MAX = 10.0
+_REST_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Settings:
     @property
     def window(self) -> float:
         """Seconds that the key is stuck, in the middle of the load."""
-        return min(_LONGEST, self.seconds / 3)
+        return min(_RUN_SECONDS_MAX, self.seconds / 3)
 
 
 _FREE, _HELD = "no key is stuck", "one more key is stuck"
@@ -46,7 +46,7 @@ _COLUMNS = [
 ]
 
 
-def measure(ground: Field, name: str, settings: Settings) -> Sheet:
+def measure(ground: Field, name: str, settings: Settings) -> ResultSheet:
     """All rounds: one app each, with two free loads and two held ones."""
     title = (
         f"Stuck: {settings.keys:,} keys, {settings.rate:,.0f}/s for {settings.seconds:g} s, a stage of "
@@ -64,9 +64,9 @@ def measure(ground: Field, name: str, settings: Settings) -> Sheet:
     changes = _changes(free, held)
     if changes:
         shown = ", ".join(f"{name} {change:+.1%}" for name, change in changes.items())
-        kept = all(change < ALLOWED for change in changes.values())
+        kept = all(change < GROWTH_SHARE_MAX for change in changes.values())
         sheet.remarks.append(
-            f"Worse with a stuck key (median): {shown}; below {ALLOWED:.0%} is kept: "
+            f"Worse with a stuck key (median): {shown}; below {GROWTH_SHARE_MAX:.0%} is kept: "
             f"{'yes' if kept else '**NO**'}. Two loads of each kind a round."
         )
         if not kept:
@@ -74,7 +74,7 @@ def measure(ground: Field, name: str, settings: Settings) -> Sheet:
     return sheet
 
 
-def _changes(free: Line, held: Line) -> dict[str, float]:
+def _changes(free: ResultLine, held: ResultLine) -> dict[str, float]:
     """How much worse the other keys' figures are with a stuck key: 0.02 is 2% worse. Below 0 they are better."""
     found = {}
     for name, figure in (("throughput", "per_second"), ("p99", "p99")):
@@ -86,14 +86,14 @@ def _changes(free: Line, held: Line) -> dict[str, float]:
     return found
 
 
-def _round(ground: Field, one: Contestant, settings: Settings, sheet: Sheet, number: int) -> None:
+def _round(ground: Field, one: Contestant, settings: Settings, sheet: ResultSheet, number: int) -> None:
     job = replace(ground.job(one, "stuck"), stages=(settings.stage_ms,), stuck=True)
     with ground.topics(job, source=True):
         with ground.process(one, job) as process:
             sent = ground.warm_up(job, process, _load(settings, held=False))
             first = number % 2 == 1
             for held in (first, not first, not first, first):  # what drifts, drifts for both kinds alike
-                time.sleep(_REST)
+                time.sleep(_REST_SECONDS)
                 result = ground.tool.load(job.topic, job.out, _load(settings, held=held), process.must_run)
                 line = sheet.line(_HELD if held else _FREE, one.peer)
                 assert result.window is not None

@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What came of a load."""
+    """The result of a load."""
 
     order: Order
     all: Latency
@@ -135,7 +135,7 @@ class Tool:
         return int(self._call("group", group=group, topic=topic)["committed"])
 
     def load(self, topic: str, out: str, load: Load, watch: Callable[[], None]) -> LoadResult:
-        """Offer a load and wait for its results. ``watch`` is called now and then; what it raises ends the load."""
+        """Offer a load and wait for its results. ``watch`` is called at intervals; its exceptions end the load."""
         said = self._call(
             "load",
             load.seconds + load.patience + 60,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.field import Field
-    from bench.sheet import Sheet
+    from bench.results import ResultSheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,52 +35,52 @@ class Workload:
 
     name: str
     what: str
-    measure: Callable[[Field, Sizes], Sheet]
+    measure: Callable[[Field, Sizes], ResultSheet]
     headline: tuple[tuple[str, str], ...] = ()
     alone: bool = False
     """Of Keylane alone."""
 
 
-def _drain(name: str, settings: drain.Settings) -> Callable[[Field, Sizes], Sheet]:
-    def measure(ground: Field, sizes: Sizes) -> Sheet:
+def _drain(name: str, settings: drain.Settings) -> Callable[[Field, Sizes], ResultSheet]:
+    def measure(ground: Field, sizes: Sizes) -> ResultSheet:
         n = sizes.n or (settings.n // 10 if sizes.quick else settings.n)
         return drain.measure(ground, name, replace(settings, n=n))
 
     return measure
 
 
-def _offered(ground: Field, sizes: Sizes) -> Sheet:
+def _offered(ground: Field, sizes: Sizes) -> ResultSheet:
     settings = offered.Settings(rates=sizes.rates or (5_000.0, 14_000.0), seconds=_seconds(sizes, 20.0))
     return offered.measure(ground, "offered", settings, ground.lineup.offered())
 
 
-def _curve(ground: Field, sizes: Sizes) -> Sheet:
+def _curve(ground: Field, sizes: Sizes) -> ResultSheet:
     full = (500.0, 1_000.0, 2_000.0, 5_000.0, 10_000.0, 20_000.0, 40_000.0, 60_000.0, 80_000.0, 100_000.0)
     rates = sizes.rates or ((500.0, 5_000.0, 20_000.0) if sizes.quick else full)
     settings = offered.Settings(rates=rates, seconds=_seconds(sizes, 10.0))
     return offered.measure(ground, "curve", settings, ground.lineup.curve())
 
 
-def _chat(ground: Field, sizes: Sizes) -> Sheet:
+def _chat(ground: Field, sizes: Sizes) -> ResultSheet:
     settings = chat.Settings(
         rate=sizes.rate or 2_000.0, seconds=_seconds(sizes, 30.0), fail=sizes.fail, rotate=sizes.rotate
     )
     return chat.measure(ground, "chat", settings)
 
 
-def _stuck(ground: Field, sizes: Sizes) -> Sheet:
+def _stuck(ground: Field, sizes: Sizes) -> ResultSheet:
     settings = stuck.Settings(rate=sizes.rate or 2_000.0, seconds=_seconds(sizes, 30.0))
     return stuck.measure(ground, "stuck", settings)
 
 
-def _keys(ground: Field, sizes: Sizes) -> Sheet:
+def _keys(ground: Field, sizes: Sizes) -> ResultSheet:
     settings = cost.Keys()
     if sizes.quick:
         settings = cost.Keys(keys=(10, 1_000, 100_000), n=100_000)
     return cost.by_keys(ground, "keys", replace(settings, keys=sizes.keys or settings.keys))
 
 
-def _backlog(ground: Field, sizes: Sizes) -> Sheet:
+def _backlog(ground: Field, sizes: Sizes) -> ResultSheet:
     settings = cost.Backlog(seconds=_seconds(sizes, 15.0))
     if sizes.quick:
         settings = replace(settings, sizes=(50_000, 200_000))

@@ -84,7 +84,7 @@ class Sent:
 
 
 def publish(bootstrap: str, count: int, rate: float) -> list[Sent]:
-    """Orders of fifty customers, at so many a second."""
+    """Orders of fifty customers, at this rate per second."""
     sent = []
     began = time.monotonic()
     with Publisher(TOPICS[0], bootstrap=bootstrap, type="OrderPlaced") as orders:
@@ -106,7 +106,7 @@ def publish(bootstrap: str, count: int, rate: float) -> list[Sent]:
 
 
 def read(bootstrap: str, count: int, patience: float = 60.0) -> list[Message]:
-    """So many messages of the last topic, in the order of its partitions, or those that came before patience ended."""
+    """This many messages of the last topic, in partition order; fewer if they do not come in time."""
     consumer: Any = Consumer(
         {"bootstrap.servers": bootstrap, "group.id": "chain-reader", "enable.auto.commit": False}
     )
@@ -120,7 +120,7 @@ def read(bootstrap: str, count: int, patience: float = 60.0) -> list[Message]:
 
 
 def judge(sent: list[Sent], found: list[Message]) -> list[str]:
-    """What was not kept; empty when all is well."""
+    """Return the broken promises; empty when all is well."""
     wrong = []
     for customer in {order.customer for order in sent}:
         ids = [order.event_id for order in sent if order.customer == customer]
@@ -138,7 +138,7 @@ def judge(sent: list[Sent], found: list[Message]) -> list[str]:
 
 
 def main() -> int:
-    """Run the chain and say what came of it."""
+    """Run the chain and report the result."""
     parser = argparse.ArgumentParser(description="Four apps in a chain.")
     parser.add_argument("--messages", type=int, default=3_000)
     parser.add_argument("--rate", type=float, default=500.0, help="orders a second (%(default)s)")

@@ -2,7 +2,7 @@
 
 Answers are slow, the language model is overloaded now and then, and one message cannot be understood at all. The app
 runs while messages are being written. Inside a chat answers come in the order of the questions; a chat that retries
-holds up no other. The message that makes no sense is among the dead letters, with the reason.
+delays no other. The message that cannot be understood is among the dead letters, with the reason.
 
     python examples/chat.py
 """

@@ -1,6 +1,6 @@
 """Results to an HTTP server: a sink of your own, in order for each account, none lost and none applied twice.
 
-The server is busy now and then, loses some answers, and refuses one receipt. What it did not answer is sent again under
+The server is sometimes busy, loses some answers, and refuses one receipt. What it did not answer is sent again under
 the same idempotency key; the lane waits meanwhile. The refused receipt is a dead letter.
 
     python examples/http_sink.py
@@ -62,7 +62,7 @@ class HttpSink:
 
 
 class Server:
-    """Keeps what it is sent, once per idempotency key; every fifth request fails before it, every seventh after."""
+    """Stores what it receives, once per idempotency key; every fifth request fails before that, every seventh after."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, list[int]] = {}

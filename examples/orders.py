@@ -73,7 +73,7 @@ def dispatcher(database: Path) -> App:
 
 
 def events(count: int) -> list[dict[str, Any]]:
-    """Of every order the first one, two or all three of its events, an hour apart; and things nobody handles."""
+    """One, two or all three events of every order, an hour apart; and events that have no handler."""
     made: list[dict[str, Any]] = []
     for number in range(count // 3):
         values: tuple[dict[str, Any], ...] = (
@@ -139,7 +139,7 @@ def by_id(row: dict[str, Any]) -> str:
 
 
 def in_order(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table, written down by hand."""
+    """The table, written by hand."""
     rows: dict[str, dict[str, Any]] = {}
     for event in made:
         if event["type"] not in TYPES:

@@ -1,4 +1,4 @@
-"""Payments, exactly once: a worker dies in the middle, and every booking is there once.
+"""Payments, exactly once: a worker dies in the middle, and every booking exists once.
 
 With ``delivery="exactly_once"`` bookings, dead letters and progress are one transaction, so whoever reads what is
 committed sees each booking once, in the order of its account, although a process was killed with bookings in flight. A

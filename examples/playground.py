@@ -1,4 +1,4 @@
-"""What the examples stand on: a broker, topics, a Spark and a folder on this machine, all gone when they end."""
+"""The surroundings of the examples: a broker, topics, a Spark and a folder on this machine, removed at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Playground:
-    """Used in a ``with``. Whoever has a broker or a Spark already hands them in, and they stay."""
+    """Use it in a ``with``. A broker or a Spark that is passed in is used, and stays."""
 
     def __init__(self, bootstrap: str | None = None, spark: SparkSession | None = None) -> None:
         self._stack = ExitStack()
@@ -55,7 +55,7 @@ class Playground:
         return started
 
     def topics(self, *names: str, partitions: int = 4) -> None:
-        """Make them. Raises RuntimeError when they are there: what lies in them would be taken for this run's."""
+        """Create them. Raises RuntimeError when one exists: its messages would be taken for this run's."""
         there = sorted(self._cluster.topics().keys() & set(names))
         if there:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class Playground:
             raise RuntimeError(f"{app.name} did not come to its end: {query.exception()}")
 
     def read(self, topic: str, count: int, patience: float = 60.0) -> list[Message]:
-        """Everything in the topic that is committed, as soon as it is so much; what there is when patience ends."""
+        """Committed records of the topic, as soon as there are this many; fewer if they do not come in time."""
         places = [TopicPartition(topic, p, 0) for p in range(self._cluster.partitions(topic))]
         consumer: Any = Consumer(
             {
@@ -111,7 +111,7 @@ def by_key(messages: list[Message]) -> dict[str, list[Any]]:
 
 
 def command(main: Callable[..., bool], messages: int) -> int:
-    """An example's command line: its exit code is 0 when what it shows was so."""
+    """An example's command line: its exit code is 0 when its claims hold."""
     told = inspect.getdoc(sys.modules[main.__module__])
     parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=messages, help="how many (default: %(default)s)")
@@ -128,7 +128,7 @@ def command(main: Callable[..., bool], messages: int) -> int:
 
 
 def verdict(**ownership: bool) -> bool:
-    """Print what was shown, and whether it was so."""
+    """Print the claims, and whether they hold."""
     for claim, kept in ownership.items():
         print(f"  {'yes' if kept else 'NO '}  {claim.replace('_', ' ')}")
     return all(ownership.values())

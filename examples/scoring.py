@@ -65,7 +65,7 @@ def model() -> Iterator[Model]:
 
 @app.stage
 async def check(msg: Message) -> dict[str, Any]:
-    """What is no payment does not come as far as the model."""
+    """A message that is not a payment does not reach the model."""
     payment = msg.value
     if not isinstance(payment, dict) or not all(
         type(payment.get(name)) in (int, float) for name in ("amount", "abroad", "hour")
@@ -86,7 +86,7 @@ def score(table: pa.Table, model: Model) -> list[dict[str, Any]]:
 
 
 def publish(bootstrap: str, count: int) -> dict[bytes, list[str]]:
-    """Payments of many cards, one in a hundred of which is none; the event ids that will be scored, by card."""
+    """Payments of many cards, one in a hundred malformed; the event ids that will be scored, by card."""
     rng = random.Random(1)
     expected: dict[bytes, list[str]] = {}
     with Publisher(app.source, bootstrap=bootstrap, type="Paid") as payments:
@@ -106,7 +106,7 @@ def publish(bootstrap: str, count: int) -> dict[bytes, list[str]]:
 
 
 def read(bootstrap: str, count: int) -> list[Message]:
-    """So many of the sink."""
+    """This many results of the sink."""
     consumer: Any = Consumer({"bootstrap.servers": bootstrap, "group.id": "scoring-reader"})
     consumer.assign([TopicPartition(str(app.sink), partition, 0) for partition in range(PARTITIONS)])
     found: list[Message] = []
@@ -126,7 +126,7 @@ def judge(expected: dict[bytes, list[str]], found: list[Message]) -> list[str]:
 
 
 def main() -> int:
-    """Run it and say what came of it."""
+    """Run it and report the result."""
     parser = argparse.ArgumentParser(description="A model that scores payments in batches.")
     parser.add_argument("--messages", type=int, default=20_000)
     given = parser.parse_args()

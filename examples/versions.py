@@ -27,7 +27,7 @@ app = App(
     source="example-products.updates",
     sink="example-products.states",
     decode="json",
-    idempotency=None,  # what was sent twice is recognised by its version alone
+    idempotency=None,  # a repeated update is recognised by its version alone
     versions=VersionOrdering(Field("version"), wait=60.0),
 )
 

@@ -198,7 +198,7 @@ def make_faults(rng: random.Random, shape: Shape) -> list[Fault]:
             faults.append(Release(at=rng.uniform(0.5, SENT_SECONDS), key=key))
         if rng.random() < careless / 4:
             faults.append(Skip(at=rng.uniform(0.5, SENT_SECONDS), key=key))
-        for again in range(3 if shape.versions else 1):  # what waited in vain stops its lane again
+        for again in range(3 if shape.versions else 1):  # a message that waited too long stops its lane again
             at = CLEARED_SECONDS + 20 * again
             faults += [Release(at=at, key=key), Redrive(at=at + 1, key=key)]
     return faults
@@ -269,7 +269,7 @@ def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
     late = {at[dead.partition, dead.offset] for dead in result.dead if dead.kind == "dead"}
     if not shape.versions or not late:  # a dead letter's version is one that its lane has gone beyond
         result.verdict.raise_if_bad()
-    if shape.versions:  # what waited for a version in vain may wait in a stopped lane
+    if shape.versions:  # a message that waited too long for its version may be in a stopped lane
         return
     assert not result.waiting, f"everything was released and redriven; these still wait: {result.waiting}"
     got = {value for _, value in outputs}

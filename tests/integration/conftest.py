@@ -49,7 +49,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End the process with the tests' result, without what C libraries do at its end.
 
     Tests leave Kafka clients behind. With some alive, the cleanup of the OpenSSL inside librdkafka 2.16.0 may look at a
-    thread that is gone (``init_thread_deregister``): a segmentation fault after the last test had passed, seen once.
+    thread that has ended (``init_thread_deregister``): a segmentation fault after the last test had passed, seen once.
     """
     if not _status or hasattr(config, "workerinput"):
         return  # no test was to run, or a worker of xdist, which has to say first that it has finished
@@ -85,7 +85,7 @@ def _close_clients(request: pytest.FixtureRequest) -> Iterator[None]:
     """Close the clients that worker sessions, ``log``, clusters and planners keep for an app after its last epoch.
 
     A session that the test drops, as a crash does, is closed too: Python never collects a client with a delivery
-    report that nobody has polled.
+    report that was not polled.
     """
     kept: dict[int, WorkerSession] = {}
     keep = WorkerSession.keep_for_next_task

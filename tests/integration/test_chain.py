@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from support.topics import Row
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HOPS = 4
+APPS_COUNT = 4
 MESSAGES, KEYS = 1_000, 50
 TRACE = b"00-4bf92f3577b34da6a3ce929d0e0e4736-%016x-01"
 
@@ -73,11 +73,11 @@ def places(rows: list[Row]) -> list[Sent]:
 def test_chain_keeps_order_ids_traces_and_origin_times(
     log: Log, name: str, tmp_path: Path, delivery: str
 ) -> None:
-    for hop in range(HOPS + 1):  # the third of them gives records its own time
+    for hop in range(APPS_COUNT + 1):  # the third of them gives records its own time
         stamps = {"message_timestamp_type": "LogAppendTime"} if hop == 2 else {}
         log.create(topic(name, hop), partitions=3, retention_ms="-1", **stamps)
     log.send(topic(name, 0), load())
-    for hop in range(HOPS):
+    for hop in range(APPS_COUNT):
         runner = Runner(
             log,
             f"{name}-{hop}",
@@ -91,8 +91,8 @@ def test_chain_keeps_order_ids_traces_and_origin_times(
         verdict.raise_if_bad()
         assert verdict.counts.retried == MESSAGES // 20
 
-    rows, origin = log.read(topic(name, HOPS)), log.read(topic(name, 0))
-    apps = "/".join(f"{name}-{hop}" for hop in reversed(range(HOPS)))
+    rows, origin = log.read(topic(name, APPS_COUNT)), log.read(topic(name, 0))
+    apps = "/".join(f"{name}-{hop}" for hop in reversed(range(APPS_COUNT)))
     first = {row.value: f"{apps}/{topic(name, 0)}/{row.partition}/{row.offset}".encode() for row in origin}
     given = [(row.key, first[row.value]) for row in origin]
     check_results(given, [(row.key, row.header("event-id")) for row in rows]).raise_if_bad()

@@ -55,7 +55,7 @@ def keylane(*arguments: str, folder: Path, **more: Any) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module", autouse=True)
 def unanswered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """A run without a broker: it waits 10 s for one, meanwhile the other tests go on."""
+    """A run without a broker: it waits 10 s for one while other tests continue."""
     folder = tmp_path_factory.mktemp("unanswered")
     write_app(folder, "nowhere")
     process = subprocess.Popen(

@@ -45,7 +45,7 @@ def load(count: int, first: int = 0) -> list[dict[str, Any]]:
 
 
 def ship(folder: Path, name: str, history: Path) -> Path:
-    """The app and a module that it needs, in an archive that lies where nobody looks for modules."""
+    """The app and a module that it needs, in an archive outside every search path."""
     archive = folder / "parcel" / "shop.zip"
     archive.parent.mkdir()
     with zipfile.ZipFile(archive, "w") as package:
@@ -142,7 +142,7 @@ def test_an_executor_that_is_added_gets_work(log: Log, broker: Broker, name: str
         cluster.add(1)
 
         def added_works() -> bool:
-            """Whether a Python worker of the new executor ran a message, of a load that goes on until then."""
+            """True if a Python worker of the new executor ran a message of a load that continues until then."""
             sent.extend(log.send(f"{name}.in", load(200, first=len(sent))))
             workers = {str(pid) for new in cluster.executors() if new != first for pid in below(new)}
             owners = {event.owner.partition("+")[0] for event in read_history(history).events}

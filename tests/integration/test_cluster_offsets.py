@@ -39,7 +39,7 @@ def losing(times: int, ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asking(log: Log, monkeypatch: pytest.MonkeyPatch, unknown: int) -> Cluster:
-    """A cluster whose client does not know offsets for so many questions."""
+    """A cluster whose client does not know offsets for the first few requests."""
     made = Cluster(log.settings)
     admin: Any = made._admin
     calls = {

@@ -1,4 +1,4 @@
-"""What the documents tell a newcomer to type, typed."""
+"""The documentation's commands and snippets, run as a newcomer would."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
         ]
         told = run(["bash", "-ec", on_spark], tmp_path, **state, **bootstrap)
         assert not [line for line in told.splitlines() if NOISE.search(line)]
-        # Literally once more: nothing is created twice, and no order counts twice.
+        # The same again: nothing is created twice, and no message counts twice.
         told = run(
             ["bash", "-ec", broker[broker.index("keylane topic") :] + work], tmp_path, **state, **bootstrap
         )

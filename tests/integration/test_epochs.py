@@ -1,4 +1,4 @@
-"""Epochs: they end drained, and the next one goes on exactly where the last one ended."""
+"""Epochs: they end drained, and the next one continues exactly where the last one ended."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_speculation_is_refused(
 def test_a_stage_that_cannot_be_cancelled_goes_with_its_process(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
-    """The epoch's end would wait for it for ever, and with it every lane of the task."""
+    """Without it the epoch's end would wait endlessly, and with it every lane of the task."""
     app = App(
         name,
         source=f"{name}.in",

@@ -140,7 +140,7 @@ def test_handlers_and_versions_survive_a_restart_on_spark(
 
 
 def versions_of(sent: list[Sent], messages: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
-    """Messages of a key lie in the log in the order in which they were sent."""
+    """Messages of a key are in the log in the order in which they were sent."""
     left: dict[bytes, list[int]] = {}
     for one in messages:
         left.setdefault(one["key"], []).append(int(dict(one["headers"])["event-version"]))

@@ -1,4 +1,4 @@
-"""The examples, run small: each judges itself, and is judged by what it prints."""
+"""The examples, run small: each checks itself, and is judged by what it prints."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Load:
 
     messages: list[dict[str, Any]]
     poisoned: dict[bytes, int]
-    """Per key the number of its message that fails until the cause is mended."""
+    """Per key the number of the message that fails until the cause is fixed."""
 
     @classmethod
     def of(cls, seed: int) -> Load:
@@ -139,7 +139,7 @@ class Shop:
         wait_until(so, 30, what)
 
     def until_stopped(self, operator: AdminClient, stop: LaneStatus, keys: int) -> None:
-        """So many lanes have been stopped in this way, each at its poisoned message."""
+        """This many lanes have stopped in this way, each at its poisoned message."""
 
         def stopped() -> dict[bytes | None, tuple[int, int]]:
             return {one.key: (one.partition, one.offset) for one in operator.lanes() if one.stop is stop}
@@ -159,7 +159,7 @@ class Shop:
         return [n for n, message in enumerate(self.load.messages) if message["key"] == key and n >= first]
 
     def until_the_others_are_through(self) -> None:
-        """Everything has its result but what stands in the poisoned lanes."""
+        """Everything has its result except messages of poisoned lanes."""
         stuck = {b"%d" % number for key in self.load.poisoned for number in self.behind(key)}
         rest = {b"%d" % number for number in range(2000)} - stuck
         out = f"{self.name}.out"
@@ -199,7 +199,7 @@ class Shop:
 
 
 def acted(operator: AdminClient, order: Command) -> CommandAnswer:
-    """The answer to an order, which was carried out."""
+    """The answer to a command that was carried out."""
     answer = operator.answer(order, 10)
     assert answer is not None, "nobody answered"
     assert answer.ok, answer.result
@@ -310,7 +310,7 @@ def test_park_over_a_restart_redrives_in_order(
         shop.until_some_are_through()
         shop.stop()
         shop.start()
-        shop.until_all_is_done()  # what is parked is done; the partition goes on
+        shop.until_all_is_done()  # parked messages are done; the partition continues
         shop.until_stopped(operator, LaneStatus.PARKED, 3)
         parked = letters(log, name)
         assert {letter.kind for letter in parked} == {DeadLetterKind.PARKED}
@@ -471,7 +471,7 @@ def test_open_breaker_admits_only_probes_and_keeps_order(
             assert state != "open", "a call while it was open"
             assert state != "half_open" or calls <= probes, "more than the probes"
         assert (state, "open" in task.read_text()) == ("closed", True)
-    # Those that opened it (and what was under way with them), then three probes a second.
+    # Those that opened it, with what was in flight then; afterwards three probes a second.
     assert refused <= 2 * (60 + 5 * probes)
     assert log.count(f"{name}.dlq") == 0
     assert judge(sent).repeats == 0

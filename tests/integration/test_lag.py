@@ -1,4 +1,4 @@
-"""`keylane lag` on a real broker: of an app that is stuck, of one that works, and of a group that is no app's."""
+"""`keylane lag` on a real broker: for a stuck app, for a working one, and for a group that belongs to no app."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from keylane import App, Message, Poison, Telemetry
 from keylane.cli.main import app as command
 from keylane.state.topic import order_stop
-from keylane.telemetry import lag_monitor as lag_watch
+from keylane.telemetry import lag_monitor as lag_monitor_module
 from keylane.testing import HistoryWriter
 from support.tasks import Runner
 from support.topics import wait_until
@@ -79,7 +79,7 @@ def test_lag_names_the_blocked_lane_of_a_stuck_app(
     finally:
         order_stop(log.settings, app.spec.state, 2, "r1")
         running.join()
-    monkeypatch.setattr(lag_watch, "EPOCH_GAP_SECONDS", 0.0)
+    monkeypatch.setattr(lag_monitor_module, "EPOCH_GAP_SECONDS", 0.0)
     found = lag(log, name, code=3)  # which topic it reads is in its telemetry
     assert found["topic"] == source
     assert found["why"][0].startswith("no task of the app is running")
@@ -122,7 +122,7 @@ def test_lag_of_any_group_can_be_watched(log: Log, name: str) -> None:
 
 
 def test_slow_app_with_global_order_is_not_stuck(log: Log, name: str, tmp_path: Path) -> None:
-    """One message at a time over three partitions: two of them stand still in every look."""
+    """One message at a time over three partitions: in every measurement two of them do not move."""
     source = f"{name}.in"
     log.create(source, partitions=3)
     app = App(name, source=source, order="global", on_failure="block", telemetry=Telemetry(interval=0.2))

@@ -144,7 +144,7 @@ def test_a_group_that_nothing_happened_to_gives_no_warning(
         ("kl2:" + base64.b64encode(b"from the future").decode(), "a newer version"),
         ("flink-17", "another program"),
         ("kl1:" + base64.b64encode(b"\x00\x01garbage").decode() + " own", "damaged"),
-        ("kl1:@ own", "damaged"),  # it says that its progress lies in the state topic, where there is none
+        ("kl1:@ own", "damaged"),  # it refers to progress in the state topic, where there is none
         ("kl1:-", "damaged"),
         ("kl1:- other-cluster/id", "was copied here"),
     ],
@@ -188,7 +188,7 @@ def test_messages_whose_retention_is_over_are_named(
 def test_messages_lost_to_retention_are_named(
     log: Log, name: str, caplog: pytest.LogCaptureFixture, left: int
 ) -> None:
-    """In the middle of an epoch, when nobody asks where the log begins."""
+    """In the middle of an epoch, when the log's beginning is not requested."""
     log.create(name, partitions=1)
     log.send(name, messages(30))
     for future in log.cluster._admin.delete_records([TopicPartition(name, 0, 30 - left)]).values():

@@ -1,4 +1,4 @@
-"""Partitions that are shared out between tasks: in order, each message once, whoever owns its slot."""
+"""Partitions that tasks share: in order, each message once, whichever task owns its slot."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_tasks_come_and_go_while_messages_flow(
 def test_segment_records_are_deleted_when_merged(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it has not read back yet what it wrote: whoever cuts the partition next would believe it."""
+    """Also if it has not read back its own records yet: the next task to split the partition would believe them."""
     log.create(f"{name}.in", partitions=1)
     runner = Runner(log, name, tmp_path, slow=0.01, commit_interval=0.05, max_buffered=64)
     sent = log.send(f"{name}.in", messages(range(1000)))
@@ -112,7 +112,7 @@ def test_segment_records_are_deleted_when_merged(
 def test_moved_range_is_drained_before_its_new_owner(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
-    """Three messages are in flight when another run cuts the partition otherwise: it waits for them, then goes on."""
+    """Three messages are in flight when another run splits the partition: it waits for them, then continues."""
     log.create(f"{name}.in", partitions=1)
     runner = Runner(log, name, tmp_path, slow=1.5)
     sent = log.send(f"{name}.in", [{"key": b"k%d" % n, "value": b"%d" % n} for n in (1, 2, 3, 1, 2, 3)])

@@ -32,7 +32,7 @@ STUCK = [next(b"s%d" % n for n in range(99) if slot_of(b"s%d" % n, 0) in half) f
 
 
 def messages(count: int, stuck: Iterable[bytes] = ()) -> list[dict[str, bytes]]:
-    """Some lanes are blocked at once, so that progress ends far below what was read."""
+    """Some lanes are blocked at once, so that progress ends far below the reading position."""
     return [{"key": key, "value": b"!"} for key in stuck] + [
         {"key": b"k%d" % (n % 50), "value": b"%d" % n} for n in range(count)
     ]

@@ -1,4 +1,4 @@
-"""What a task tells of itself while it runs, and that the work does not depend on it."""
+"""Telemetry of running tasks, and that the work does not depend on it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_refused_telemetry_does_not_disturb_the_work(
     runner = Runner(log, name, tmp_path, app=make(name, tmp_path))
     with caplog.at_level(logging.WARNING, "keylane"):
         assert len(runner.run()) == 600
-        assert runner.run() == []  # the seat is used again: it is not said again
+        assert runner.run() == []  # the session is used again: it is not logged again
     judge(sent)
     assert runner.committed()[0] == 600
     assert log.count(f"{name}.telemetry") == 0

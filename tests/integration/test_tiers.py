@@ -118,7 +118,7 @@ def survive(
     break_it: Callable[[], None],
     mend_it: Callable[[], None],
 ) -> tuple[list[Sent], list[Row], list[DeadLetter]]:
-    """An app whose dead-letter topic breaks and is mended. Returns what was sent, what came meanwhile, the letters."""
+    """An app whose dead-letter topic breaks and is repaired. Returns messages, outcome rows and letters."""
     log.create(f"{name}.in", f"{name}.out")
     query = tiered_app(name, folder, folder / "spool").start(spark, bootstrap=log.bootstrap)
     sent = log.send(f"{name}.in", messages(0, 5))

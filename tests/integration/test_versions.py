@@ -70,7 +70,7 @@ def test_six_updates_in_any_order_end_in_the_newest_state(
     held = 3 * 720 - len(runner.became)
     assert held > 500, "what is early is not done"
     assert log.lag(name, f"{name}.in") > 0
-    worker_session._sessions.clear()  # another process goes on
+    worker_session._sessions.clear()  # another process continues
 
     sent += log.send(f"{name}.in", second)
     runner.app = product(name, tmp_path, delivery=delivery, owner="next")
@@ -103,10 +103,10 @@ def test_dead_task_forgets_and_repeats_no_version(
     )  # fmt: skip
     assert died.returncode == 9, died.stderr
 
-    more = [message(b"p%d" % n, version) for n in range(400) for version in (3, 6)]  # once more: stale
+    more = [message(b"p%d" % n, version) for n in range(400) for version in (3, 6)]  # repeated: stale
     sent += log.send(f"{name}.in", more)
     runner = Runner(log, name, tmp_path, product(name, tmp_path, delivery=delivery, owner="next"))
-    # Not from the group: the dead one's offsets are in doubt until it is fenced, and nobody is told of them before.
+    # Not from the group: the dead task's offsets are in doubt until it is fenced, and are not readable before.
     runner.run(run="r2", starts={0: 0, 1: 0, 2: 0})
     verdict = judge(
         sent,
@@ -243,6 +243,6 @@ def test_million_entities_restore_in_bounded_time_and_memory(
 
 
 def _resident() -> int:
-    """Bytes of memory that this process takes; 0 where nobody says."""
+    """Bytes of memory that this process uses; 0 where the system does not say."""
     where = Path("/proc/self/statm")
     return int(where.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if where.exists() else 0

@@ -61,7 +61,7 @@ class Ledgers:
         for flaw, number in where.items():
             of = f"number = {number} AND place = {PLANTED}"
             own = ledger.where(of)
-            if flaw == "overlap":  # somebody who was replaced runs it too
+            if flaw == "overlap":  # an owner that was replaced runs it too
                 zombie = own.withColumns(
                     _as("'host:9/0'", "'9.1'", "started + 100", "started + 700", "'retry'")
                 )
@@ -74,7 +74,7 @@ class Ledgers:
                 extra.append(first)
             elif flaw == "lost":
                 ledger = ledger.where(f"NOT ({of})")
-            elif flaw == "double":  # the same task, once more
+            elif flaw == "double":  # the same task again
                 extra.append(own.withColumns(_as("owner", "life", "started + 850", "started + 950", "'ok'")))
             elif flaw == "back":  # the same task starts an earlier one again, which does not come through
                 back = own.withColumns(_as("owner", "life", "started + 1850", "started + 1950", "'retry'"))

@@ -1,7 +1,7 @@
 """``python listening.py BOOTSTRAP NAME FOLDER`` runs an app over what is there, and prints what a listener heard.
 
 A process of its own: Spark calls a listener through a server that py4j starts once in a process, and one that has run
-other sessions and streams before may have lost it. Then Spark waits for an answer for ever.
+other sessions and streams before may have lost it. Then Spark waits for an answer endlessly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Events of orders, and the read model of them: what the tests of read models share."""
+"""Events of orders and their read model, shared by the tests of read models."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class _Producer:
 
 
 class StateLog:
-    """The records of ``chat.state``. ``app`` is called with every order that is written, as a running app would be."""
+    """The records of ``chat.state``. ``app`` is called with every written command, like a running app."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, partitions: int = 3) -> None:
         self.partitions = partitions
@@ -179,7 +179,7 @@ class StateLog:
         ok: bool = True,
         after: float = 0.3,
     ) -> None:
-        """As the task does it: the answer, then the order is taken back."""
+        """As the task does it: write the answer, then delete the command."""
         why, counts = (result, None) if isinstance(result, str) else ("", result)
         said = CommandAnswer(ok=ok, why=why, counts=counts, owner=OWNER, at=order.at + after)
         self.put(order.partition, audit_name(order.id, done=True), said.encode())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def note_plan(log: Log, app: App) -> None:
-    """Write down which topic the app reads, as the planner does: operators' tools look there."""
+    """Record which topic the app reads, as the planner does: operators' tools look there."""
     plan = {"run": "r", "epoch": 1, "at": 1.7e9, "tasks": [["0"]], "source": app.source}
     log.send(app.spec.state, [{"partition": 0, "key": PLAN, "value": json.dumps(plan).encode()}])
 
@@ -34,7 +34,7 @@ def note_plan(log: Log, app: App) -> None:
 class Runner:
     """Runs an app's tasks in this process, over everything that is there.
 
-    ``fails``: one in so many messages fails at first. ``slow``: seconds that each takes. ``app``: the caller's,
+    ``fails``: one in this many messages fails at first. ``slow``: seconds that each takes. ``app``: the caller's,
     in place of the usual one.
     """
 
@@ -76,7 +76,7 @@ class Runner:
         sink_limit: int = 0,
         seconds: float | None = None,
     ) -> list[tuple[int, int]]:
-        """The positions that were done: of all that is there, or of what comes in so many seconds."""
+        """The positions that were done: of everything in the topic, or of what comes in these seconds."""
         whole = Assignment((tuple(map(AssignedRange, starts or self.positions())),))
         return self.run_plan(whole, run, starts, sink_limit, seconds)
 

@@ -71,7 +71,7 @@ class Log:
         self.cluster._group_consumers.clear()
 
     def delete(self, topic: str) -> None:
-        """Take a topic away, and wait until it is gone."""
+        """Delete a topic, and wait until it no longer exists."""
         for future in self.cluster._admin.delete_topics([topic]).values():
             future.result(10)
         wait_until(lambda: topic not in self.cluster.topics(), 10, f"topic {topic} is gone")
@@ -173,7 +173,7 @@ class Log:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Ask again and again until it is so. Fails after so many seconds, and says what was waited for."""
+    """Poll until it is true. Fails after these seconds, and says what was awaited."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"
@@ -181,7 +181,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def ids(rows: Iterable[Row]) -> list[tuple[bytes | None, bytes | None]]:
-    """Keys and event ids of messages or of what came of them, for :func:`keylane.testing.check_results`."""
+    """Keys and event ids of messages or results, for :func:`keylane.testing.check_results`."""
     return [(row.key, row.came_from) for row in rows]
 
 
@@ -232,7 +232,7 @@ def at_work(history: Path, number: int = 0) -> int:
 
 
 class Running:
-    """``keylane run`` as a process of its own: what it says, line by line, and what it leaves behind.
+    """``keylane run`` as a separate process: its output, line by line, and what it leaves behind.
 
     ``seen`` are the processes below it that were noticed. They have to be gone when it has ended.
     """
@@ -271,7 +271,7 @@ class Running:
             self.lines.append(line.rstrip())
 
     def says(self, text: str, times: int = 1, seconds: float = 60) -> None:
-        """Wait until it has said so, so many times."""
+        """Wait until it has printed this, this many times."""
         self.until(lambda: sum(text in line for line in self.lines) >= times, seconds, text)
 
     def has(self, command: str, seconds: float = 60) -> int:
@@ -287,13 +287,13 @@ class Running:
         return found[0]
 
     def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until it is so, as long as it runs. Fails with what it has said, and with where its threads stand."""
+        """Wait until it is true, while it runs. Fails with its output and the stacks of its threads."""
         deadline = time.monotonic() + seconds
         while not condition():
             ended = self._process.poll() is not None and not self._reader.is_alive()
             if ended or time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.send_signal(signal.SIGABRT)  # where does it stand?
+                    self._process.send_signal(signal.SIGABRT)  # prints the stacks
                 self._reader.join(1)
                 said = "\n".join(self.lines)
                 raise AssertionError(f"waited up to {seconds:g} s in vain: {what}; it said:\n{said}")

@@ -34,7 +34,7 @@ class Clock:
 
 
 class Said:
-    """A logger of its own with our handler, and what it has said."""
+    """A logger with our handler, and its output."""
 
     def __init__(self, form: str = "text") -> None:
         self.clock, self.stream = Clock(), io.StringIO()

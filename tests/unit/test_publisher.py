@@ -47,7 +47,7 @@ class Sent:
 
 
 class Client:
-    """A producer in memory: reports what is told to be reported, when it is polled."""
+    """A producer in memory: reports what the test tells it to, when it is polled."""
 
     def __init__(self, conf: dict[str, Any]) -> None:
         self.conf = conf

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from campaign.fleet import Fleet
-from campaign.plan import PAIR, STEP, Kind, Plan
+from campaign.plan import PAIR_NUMBER, SEED_STEP, Kind, Plan
 from campaign.report import as_json, line, story, table
 from campaign.runner import Outcome, run
 from keylane import App
@@ -23,7 +23,7 @@ The exit code is 1 when a promise was broken; then the run's story is printed an
 FAULTS = "\n".join(f"  {kind.ending:02}  {kind.label:<13} {kind.about}" for kind in Kind)
 
 MORE = f"""\
-the faults, each with the ending of its seeds (any other ending, such as {PAIR}: two faults, drawn by the seed):
+the faults, each with the ending of its seeds (any other ending, such as {PAIR_NUMBER}: two faults, drawn by the seed):
 {FAULTS}
 
 for example:
@@ -41,7 +41,7 @@ More: tools/campaign/README.md."""
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run what was asked for; 1 when any run was bad."""
+    """Run the requested seeds; 1 when any run was bad."""
     args = _parser().parse_args(given)
     plans = [Plan.of(seed, patient=args.patient) for seed in _seeds(args)]
     outcomes: list[Outcome] = []
@@ -73,8 +73,10 @@ def _seeds(args: argparse.Namespace) -> list[int]:
     if not kinds and (args.seeds or not args.pairs):
         kinds = list(Kind)
     numbers = range(args.first, args.first + (args.seeds or 1))
-    singles = [number * STEP + kind.ending for number in numbers for kind in kinds]
-    return singles + [number * STEP + PAIR for number in range(args.first, args.first + args.pairs)]
+    singles = [number * SEED_STEP + kind.ending for number in numbers for kind in kinds]
+    return singles + [
+        number * SEED_STEP + PAIR_NUMBER for number in range(args.first, args.first + args.pairs)
+    ]
 
 
 def _deliveries(asked: str) -> list[str]:

@@ -11,7 +11,7 @@ _honest = Watermark.progress
 
 
 def apply(breaks: str) -> None:
-    """Break it, or mend it with ``""``: a worker process is used again for other runs."""
+    """Break it, or repair it with ``""``: a worker process is used again for other runs."""
     Watermark.progress = _ahead if breaks == COMMIT_AHEAD else _honest  # type: ignore[method-assign]
 
 

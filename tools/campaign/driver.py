@@ -4,7 +4,7 @@ It is a process of its own so that it can be killed, and it is used for many run
 start. A query that dies is started again after a short backoff, as a supervisor would. It ends when its stdin does.
 
 ``{"do": "start", "spec": {…}}`` · ``{"do": "stop"}`` · ``{"do": "kill_task", "number": 7}``: each is answered by a line
-``{"answer": …}``; what happens in between is told as ``{"event": …, "at": monotonic ns}``.
+``{"answer": …}``; events in between are ``{"event": …, "at": monotonic ns}``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from keylane.spark.query import LaneQuery
 
-BACKOFF = 0.5
+BACKOFF_SECONDS = 0.5
 CONF = {
     "spark_python_daemon_module": "campaign.daemon",
     # How long Spark waits for a worker whose task was taken away; 2 s as it comes.
@@ -71,7 +71,7 @@ class Supervisor:
                 if query is not None:
                     self._say(event="query died", why=str(query.exception())[:2000])
                     self._query = None
-            time.sleep(BACKOFF)
+            time.sleep(BACKOFF_SECONDS)
             with self._lock:
                 self._keep_up()
 

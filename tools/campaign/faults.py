@@ -1,4 +1,4 @@
-"""The faults, carried out: each waits for its moment, strikes, and mends what is its own to mend."""
+"""The faults, carried out: each waits for its moment, strikes, and repairs what it must repair itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _await_moment(scene: Scene, shot: Shot) -> None:
     if not shot.kind.at_edge:
         time.sleep(max(0.0, scene.began / 1e9 + shot.at - time.monotonic()))
         return
-    # The epoch that runs a second after the load began: it ends so many seconds after it began.
+    # The epoch that runs a second after the load began: it ends a fixed time after it began.
     time.sleep(max(0.0, scene.began / 1e9 + 1.0 - time.monotonic()))
     line = wait_for(lambda: scene.live_tasks()[:1] or None, 40, "an epoch runs")[0]
     time.sleep(max(0.0, line.at / 1e9 + scene.plan.epoch + shot.at - time.monotonic()))

@@ -48,7 +48,7 @@ class Fleet:
         self._stack.close()
 
     def station(self, nodes: int) -> Station:
-        """A broker of so many nodes, all of them up."""
+        """A broker with this many nodes, all of them up."""
         if nodes not in self._stations:
             # Short sessions: a node that was killed is taken for dead soon, and its partitions get another leader.
             settings = {"broker.session.timeout.ms": 3000, "broker.heartbeat.interval.ms": 500}
@@ -62,7 +62,7 @@ class Fleet:
         return station
 
     def driver(self, *, cluster: bool) -> Driver:
-        """The driver process of this kind; it is started by whoever needs it."""
+        """The driver process of this kind; it starts on first use."""
         if cluster not in self._drivers:
             master = CLUSTER if cluster else LOCAL
             log = self.folder / f"driver-{'cluster' if cluster else 'local'}.log"

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from campaign.workload import Spec
 
-_READY = 180.0
-_ANSWER = 120.0
+_READY_SECONDS_MAX = 180.0
+_ANSWER_SECONDS_MAX = 120.0
 
 
 class DriverError(Exception):
-    """The driver did not do what it was told, and was not meant to be dead."""
+    """The driver did not do what it was told, and should not be dead."""
 
 
 class Driver:
-    """One driver at a time. `on_event` is told what it says by itself, on the reader's thread."""
+    """One driver at a time. `on_event` gets its unsolicited events, on the reader's thread."""
 
     def __init__(self, master: str, log: Path) -> None:
         self.master = master
@@ -81,7 +81,7 @@ class Driver:
         self._answers = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, args=(self._process, self._answers), daemon=True)
         self._reader.start()
-        self._answer(_READY)
+        self._answer(_READY_SECONDS_MAX)
 
     def start(self, spec: Spec) -> None:
         self._tell({"do": "start", "spec": asdict(spec)})
@@ -137,7 +137,7 @@ class Driver:
                 self._process.stdin.flush()
             except OSError as error:
                 raise DriverError(f"the driver is gone: {error}") from error
-            return self._answer(_ANSWER)
+            return self._answer(_ANSWER_SECONDS_MAX)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         try:
@@ -185,7 +185,7 @@ def children(pid: int) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Its parent, 0 when it is gone."""
+    """Its parent, 0 when it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

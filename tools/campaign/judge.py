@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from campaign.finding import Finding, Ruling
 from campaign.ledger import Ledger
-from campaign.workload import COMMIT_INTERVAL
+from campaign.workload import COMMIT_INTERVAL_SECONDS
 from keylane.offsets.slots import slot_of
 from keylane.testing import EventKind, History, check, check_results
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from campaign.watch import Position, Sample
 
 EXACTLY_ONCE = "exactly_once"
-_LATE = 2.5
+_COMMIT_GRACE_SECONDS = 2.5
 """Seconds that a commit may take on a busy machine, beyond its interval."""
-_ENDS = 5.0
+_ENDS_WITHIN_SECONDS = 5.0
 """Seconds for the broker to write that a transaction is over."""
-_SHOWN = 5
+_VIOLATIONS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What there is to judge by. Moments are monotonic ns of one machine."""
+    """The evidence. Moments are monotonic ns of one machine."""
 
     delivery: str
     sent: Mapping[Position, tuple[bytes, int]]
-    """Where each message lies, its key and number."""
+    """The source position of each message, its key and number."""
     poison: frozenset[int]
     """Numbers that must become dead letters."""
     history: History
@@ -44,11 +44,11 @@ class Evidence:
     results: Sequence[tuple[bytes, int]]
     """Key and number of every result, read committed, in the order of the sink's log."""
     letters: Sequence[Position]
-    """Where the messages of the dead letters lay, in the order of their log."""
+    """The source positions of the dead letters' messages, in the order of their log."""
     zombies: Mapping[str, int] = field(default_factory=dict)
     """Owners that were stopped, and when."""
     forgotten: Sequence[int] = ()
-    """When progress was deleted from outside: what was done before may run again, and the offset may go back."""
+    """When progress was deleted from outside: earlier messages may run again, and the offset may go back."""
     outages: Sequence[tuple[int, int]] = ()
     """From when to when commits could not be made in time."""
     left_open: float = 0.0
@@ -71,9 +71,11 @@ def judge(evidence: Evidence) -> Ruling:
         *ledger.going_back(),
         *ledger.repeats_of_committed(),
         *ledger.needless_repeats(peaceful=evidence.peaceful),
-        *ledger.late_commits(evidence.outages, evidence.zombies, COMMIT_INTERVAL + _LATE),
+        *ledger.late_commits(
+            evidence.outages, evidence.zombies, COMMIT_INTERVAL_SECONDS + _COMMIT_GRACE_SECONDS
+        ),
     ]
-    if evidence.left_open > _ENDS:
+    if evidence.left_open > _ENDS_WITHIN_SECONDS:
         detail = (
             f"for {evidence.left_open:.1f} s after the app's end nobody could read all that it had committed"
         )
@@ -174,7 +176,7 @@ def _results(evidence: Evidence) -> list[Finding]:
         if number in at and count > tries[at[number]]:
             detail = f"{count} results of message {number}, which was tried {tries[at[number]]} times"
             findings.append(Finding(rule="sink invented", detail=detail, key=key))
-    return findings[: _SHOWN * 4]
+    return findings[: _VIOLATIONS_SHOWN * 4]
 
 
 def _letters(evidence: Evidence) -> list[Finding]:
@@ -191,4 +193,4 @@ def _letters(evidence: Evidence) -> list[Finding]:
         elif found > 1 and once:
             findings.append(Finding(rule="letter repeated", detail=f"{found} of {where}", key=key))
     findings += [Finding(rule="letter unknown", detail=f"of {position}, never sent") for position in count]
-    return findings[: _SHOWN * 4]
+    return findings[: _VIOLATIONS_SHOWN * 4]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from campaign.watch import Position, Sample
     from keylane.testing import History, HistoryEvent
 
-_SHOWN = 5
+_VIOLATIONS_SHOWN = 5
 
 
 class Repeat(NamedTuple):
@@ -28,9 +28,9 @@ class Repeat(NamedTuple):
 
 
 class Ledger:
-    """What matters to progress: when each message was finished first, what started after that, what was committed when.
+    """The facts about progress: when each message finished first, what started after that, and each commit.
 
-    ``forgotten`` are the moments at which progress was deleted from outside; what was done before them may run again.
+    ``forgotten`` are the moments at which progress was deleted from outside; messages done before may run again.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ledger:
                     detail = f"progress says that {_name(position)} is done; it was finished {when}"
                     findings.append(self._finding("commit ahead", detail, position, sample.at))
             known |= done
-        return findings[:_SHOWN]
+        return findings[:_VIOLATIONS_SHOWN]
 
     def going_back(self) -> list[Finding]:
         """The committed offset never moves back, and nothing that was done is pending again."""
@@ -84,7 +84,7 @@ class Ledger:
             if self._forgot(before, sample.at):
                 highest, known = {}, set()
             before = sample.at
-            # Of a partition that is shared out the group says how far all are; the rest is in the state topic.
+            # For a shared partition the group has the progress common to all; the rest is in the state topic.
             shared = {partition for partition, text in sample.raw.items() if text.split(" ")[0] == RANGES}
             done = said | {position for position in known if position[0] in shared}
             marks = {partition: progress.watermark for partition, progress in sample.progress.items()}
@@ -96,7 +96,7 @@ class Ledger:
                 detail = f"{len(lost)} messages were done and are not any more, the first is {_name(lost[0])}"
                 findings.append(self._finding("progress forgot", detail, lost[0], sample.at))
             highest, known = marks, done
-        return findings[: _SHOWN * 2]
+        return findings[: _VIOLATIONS_SHOWN * 2]
 
     def repeats_of_committed(self) -> list[Finding]:
         """What progress said is done does not start again."""
@@ -113,7 +113,7 @@ class Ledger:
             ago = (start.seq - said) / 1e9
             detail = f"{_name(position)} was done in progress {ago:.3f} s before {start.owner} ran it again"
             findings.append(self._finding("repeat of committed", detail, position, start.seq))
-        return findings[:_SHOWN]
+        return findings[:_VIOLATIONS_SHOWN]
 
     def needless_repeats(self, *, peaceful: bool) -> list[Finding]:
         """Nothing runs again in the hands of the owner that finished it, or when nothing was killed."""
@@ -123,7 +123,7 @@ class Ledger:
                 position = (start.partition, start.offset)
                 detail = f"{_name(position)} was finished by {finished.owner} and run again by {start.owner}"
                 findings.append(self._finding("repeat without a crash", detail, position, start.seq))
-        return findings[:_SHOWN]
+        return findings[:_VIOLATIONS_SHOWN]
 
     def late_commits(
         self, outages: Sequence[tuple[int, int]], stopped: Mapping[str, int], seconds: float
@@ -145,7 +145,7 @@ class Ledger:
                 f"progress should have been committed within {seconds:g} s"
             )
             findings.append(self._finding("repeat too old", detail, position, start.seq))
-        return findings[:_SHOWN]
+        return findings[:_VIOLATIONS_SHOWN]
 
     def _forgot(self, since: int, until: int) -> bool:
         return any(since <= moment <= until for moment in self._forgotten)

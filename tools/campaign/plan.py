@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-STEP = 100
-PAIR = 99
+SEED_STEP = 100
+PAIR_NUMBER = 99
 
 
 class Kind(Enum):
@@ -68,7 +68,7 @@ class Shot:
     pick: float
     """Between 0 and 1: which of the processes, nodes or partitions that it may hit."""
     lasting: float
-    """Seconds until the broker is back, the network is well, the zombie goes on."""
+    """Seconds until the broker is back, the network is well, or the zombie continues."""
 
     def __str__(self) -> str:
         when = f"{self.at:+.2f} s around an epoch's end" if self.kind.at_edge else f"at {self.at:.2f} s"
@@ -91,7 +91,7 @@ class Plan:
     def of(cls, seed: int, *, patient: bool = False) -> Plan:
         """The same every time. ``patient``: brokers may stay away for up to 20 s."""
         rng = random.Random(f"plan {seed}")
-        single = next((kind for kind in Kind if kind.ending == seed % STEP), None)
+        single = next((kind for kind in Kind if kind.ending == seed % SEED_STEP), None)
         kinds = [single] if single else rng.sample([kind for kind in Kind if kind is not Kind.NONE], 2)
         edge = any(kind.at_edge for kind in kinds)
         rate = rng.choice([300.0, 400.0, 500.0])
@@ -142,6 +142,6 @@ def _shot(kind: Kind, rng: random.Random, *, patient: bool) -> Shot:
         lasting = rng.uniform(0.3, 3.5)  # after its replacement has begun: before or after its first commit
     else:
         lasting = rng.uniform(1.5, 3.0)
-    latest = 2.0 if kind in (Kind.ZOMBIE, Kind.ORPHAN) else 4.0  # there must be load left when it goes on
+    latest = 2.0 if kind in (Kind.ZOMBIE, Kind.ORPHAN) else 4.0  # there must be load left when it continues
     at = rng.uniform(-0.3, 0.6) if kind.at_edge else rng.uniform(0.8, latest)
     return Shot(kind=kind, at=at, pick=rng.random(), lasting=lasting)

@@ -185,7 +185,7 @@ class Proxy:
             number = int.from_bytes(frame[:4], "big", signed=True)
             if number in doomed:
                 break
-            if asked.pop(number, _FETCH) != _FETCH:  # what was fetched is the users' own
+            if asked.pop(number, _FETCH) != _FETCH:  # fetched data belongs to the users
                 for theirs, own in self._swaps:
                     frame = frame.replace(theirs, own)
             answers.put(frame, self.weather.wait())

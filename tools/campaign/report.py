@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from campaign.runner import Outcome
 
-_AROUND = 12
-_SHOWN = 6
+_EVENTS_AROUND = 12
+_FINDINGS_SHOWN = 6
 
 
 def line(number: int, of: int, outcome: Outcome) -> str:
@@ -28,7 +28,7 @@ def line(number: int, of: int, outcome: Outcome) -> str:
 
 
 def story(outcome: Outcome) -> str:
-    """The plan, what was found, everything that happened in order, and how to see it again."""
+    """The plan, the findings, everything that happened in order, and how to repeat it."""
     plan, ruling = outcome.plan, outcome.ruling
     load = f"{plan.messages} messages over {plan.keys} keys at {plan.rate:g}/s"
     lines = [
@@ -36,10 +36,10 @@ def story(outcome: Outcome) -> str:
         *(f"  fault: {shot}" for shot in plan.shots),
         *(f"  {label} took {seconds:.1f} s" for label, seconds in outcome.phases.items()),
         "found:" if ruling.findings else "found nothing",
-        *(f"  {_indented(str(finding))}" for finding in ruling.findings[:_SHOWN]),
+        *(f"  {_indented(str(finding))}" for finding in ruling.findings[:_FINDINGS_SHOWN]),
     ]
-    if len(ruling.findings) > _SHOWN:
-        lines.append(f"  … and {len(ruling.findings) - _SHOWN} more")
+    if len(ruling.findings) > _FINDINGS_SHOWN:
+        lines.append(f"  … and {len(ruling.findings) - _FINDINGS_SHOWN} more")
     lines += ["what happened:", *_timeline(outcome)]
     if not ruling.ok:
         lines.append(f"folder: {outcome.folder}")
@@ -88,7 +88,7 @@ def _attempts(outcome: Outcome) -> list[tuple[int, str]]:
     events = [event for event in outcome.evidence.history if event.key == found.key]
     place = next((place for place, event in enumerate(events) if event.seq >= found.at), 0)
     shown = []
-    for event in events[max(0, place - _AROUND) : place + _AROUND]:
+    for event in events[max(0, place - _EVENTS_AROUND) : place + _EVENTS_AROUND]:
         what = "starts" if event.kind is EventKind.START else "ends"
         which = f"{event.partition}/{event.offset} attempt {event.attempt} {event.outcome or ''}"
         shown.append((event.seq, f"    key {event.key!r} {what} {which} ({event.owner})"))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from campaign.plan import Plan, Shot
     from campaign.workload import TaskLine
 
-PATIENCE = 60.0
+DONE_SECONDS_MAX = 60.0
 """Seconds after the load and the last fault in which everything has to be done."""
 
 
@@ -85,7 +85,7 @@ def run(plan: Plan, delivery: str, fleet: Fleet, *, breaks: str = "") -> Outcome
     elif outcome.evidence is not None:
         _keep_topics(folder, outcome.evidence)
         if not outcome.evidence.caught_up:
-            fleet.reset()  # its tasks may hang for ever in workers that the next run would get
+            fleet.reset()  # its tasks may hang endlessly in workers that the next run would get
     return outcome
 
 
@@ -201,7 +201,7 @@ def _catch_up(scene: Scene, watch: Watch, load: Load) -> bool:
         return all(found.get(partition, 0) >= end for partition, end in ends.items()) or None
 
     try:
-        return wait_for(done, PATIENCE, "everything is done")
+        return wait_for(done, DONE_SECONDS_MAX, "everything is done")
     except TimeoutError:
         scene.note(
             f"gave up waiting: committed {watch.position()}, the source ends at {ends}; see the stacks"
@@ -243,9 +243,9 @@ def _ownership(scene: Scene) -> list[Note]:
 
 
 def _await_transactions(scene: Scene) -> float:
-    """Seconds until no transaction is open among results and letters: what lies behind one cannot be read before.
+    """Wait until no transaction is open among results and letters: records behind one are not readable before.
 
-    The app has ended by then, so that its own ends at once; one that nobody fenced lasts until it times out.
+    The app has ended by then, so its own transaction ends at once; one that was not fenced lasts until it times out.
     """
     cluster, began = scene.log.cluster, time.monotonic()
     topics = {

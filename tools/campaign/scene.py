@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_JUST_NOW = 0.2
+_JUST_NOW_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Zombie:
     woken: int = 0
 
 
-AFTERMATH = 3.0
+AFTERMATH_SECONDS = 3.0
 """Seconds after an outage in which a commit may still be late: clients reconnect, the coordinator loads."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scene:
-    """One run's surroundings. `lifecycle` is held by whoever stops, kills or starts the app; lists only grow."""
+    """One run's surroundings. `lifecycle` is held while the app is stopped, killed or started; lists only grow."""
 
     plan: Plan
     spec: Spec
@@ -70,10 +70,10 @@ class Scene:
 
     def outage(self, began: int) -> None:
         """Commits could not be made from then until now."""
-        self.outages.append((began, time.monotonic_ns() + int(AFTERMATH * 1e9)))
+        self.outages.append((began, time.monotonic_ns() + int(AFTERMATH_SECONDS * 1e9)))
 
     def heard(self, event: dict[str, Any]) -> None:
-        """What the driver says by itself."""
+        """Take an unsolicited event of the driver."""
         self.notes.append(Note(event["at"], f"driver: {event['event']}: {event.get('why', '')}"))
 
     def start_app(self) -> None:
@@ -83,7 +83,7 @@ class Scene:
             self.driver.start(self.spec)
 
     def stop_app(self) -> None:
-        """In order. A driver that died is no reason to fail: the app is stopped."""
+        """Stop the parts in order. A dead driver does not fail this: the app is stopped."""
         with self.lifecycle:
             try:
                 self.driver.stop()
@@ -107,7 +107,7 @@ class Scene:
             written = (self.spec.history / f"{name}-{line.pid}-0.history").stat().st_mtime
         except OSError:
             return False
-        return time.time() - written < _JUST_NOW
+        return time.time() - written < _JUST_NOW_SECONDS
 
     def await_task(self, after: int, seconds: float = 40.0, task: int | None = None) -> TaskLine:
         """The first task that began after this moment (of this number, if given). Raises TimeoutError without one."""
@@ -120,7 +120,7 @@ class Scene:
 
 
 def wait_for(ask: Callable[[], T | None], seconds: float, what: str) -> T:
-    """Ask until there is an answer. Raises TimeoutError after so many seconds."""
+    """Ask until there is an answer. Raises TimeoutError after these seconds."""
     until = time.monotonic() + seconds
     while True:
         found = ask()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from keylane.offsets.watermark import PartitionProgress
 
 Position = tuple[int, int]
-_TICK = 0.02
-_SAMPLE = 0.1
+_TICK_SECONDS = 0.02
+_SAMPLE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Load(threading.Thread):
         began = time.monotonic()
         for key, number in messages(self._plan.seed, self._plan.messages, self._plan.keys):
             while (due := began + number / self._plan.rate) > time.monotonic():
-                producer.poll(min(_TICK, max(0.0, due - time.monotonic())))
+                producer.poll(min(_TICK_SECONDS, max(0.0, due - time.monotonic())))
             name = b"%d" % number
             producer.produce(
                 self._topic, name, key, headers=[("event-id", name)], on_delivery=self._delivered
@@ -90,7 +90,7 @@ class Watch(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(_SAMPLE):
+        while not self._over.wait(_SAMPLE_SECONDS):
             self.look()
         self._consumer.close()
 
@@ -127,9 +127,9 @@ class Watch(threading.Thread):
 
 
 class Ground(threading.Thread):
-    """Sleeps, and writes to the disk as the broker does, five times a second, and tells what took a second longer.
+    """Sleeps and writes to the disk as the broker does, five times a second, and logs whatever took a second longer.
 
-    For the story of a bad run: a broker whose disk or machine stands still answers nobody. It excuses nothing.
+    For the story of a bad run: a broker whose disk or machine hangs answers no request. It excuses nothing.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
@@ -140,9 +140,9 @@ class Ground(threading.Thread):
 
     def run(self) -> None:
         asleep = time.monotonic()
-        while not self._over.wait(_SAMPLE * 2):
+        while not self._over.wait(_SAMPLE_SECONDS * 2):
             began = time.monotonic()
-            if began - asleep > 1 + _SAMPLE * 2:
+            if began - asleep > 1 + _SAMPLE_SECONDS * 2:
                 self._tell(f"the machine stood still for {began - asleep:.1f} s")
             with self._file.open("wb") as file:
                 file.write(b"x")

@@ -1,4 +1,4 @@
-"""What runs in a campaign: the messages, the app, and the observer that writes down what its tasks do.
+"""The workload of a campaign: the messages, the app, and the observer that records what its tasks do.
 
 Everything is a function of the seed and the message's number, so that a replay does the same work, and the judge knows
 without asking which messages must become dead letters.
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
     from keylane.testing.history import ObservedDelivery
 
-COMMIT_INTERVAL = 1.0
-_COMMIT_INTERVAL_ONCE = 0.2  # results are seen when they are committed: nobody would wait for a second
+COMMIT_INTERVAL_SECONDS = 1.0
+_COMMIT_INTERVAL_EXACTLY_ONCE_SECONDS = (
+    0.2  # results become visible with their commit, so it must not take a second
+)
 PARTITIONS = int(os.environ.get("KEYLANE_CAMPAIGN_PARTITIONS", "4"))
-_SLOWEST = 0.03
-_FLAKY = 0.03
-_POISON = 0.005
+_SLOWEST_SECONDS = 0.03
+_FLAKY_SHARE = 0.03
+_POISON_SHARE = 0.005
 _SHADES = 1 << 20
 
 
@@ -95,7 +97,7 @@ def chance(seed: int, number: int, what: str) -> float:
 
 def is_poison(seed: int, number: int) -> bool:
     """Whether this message must become a dead letter."""
-    return chance(seed, number, "poison") < _POISON
+    return chance(seed, number, "poison") < _POISON_SHARE
 
 
 def messages(seed: int, count: int, keys: int) -> Iterator[tuple[bytes, int]]:
@@ -173,7 +175,7 @@ def make_app(spec: Spec) -> App:
         source=spec.source,
         sink=spec.sink,
         retry=Retry(attempts=5, wait_initial=0.05, wait_max=0.4),
-        commit_interval=_COMMIT_INTERVAL_ONCE if once else COMMIT_INTERVAL,
+        commit_interval=_COMMIT_INTERVAL_EXACTLY_ONCE_SECONDS if once else COMMIT_INTERVAL_SECONDS,
         drain_timeout=10.0,
         observer=Recorder(spec.folder, spec.breaks),
         spool=Path(spec.folder) / "spool",
@@ -183,19 +185,19 @@ def make_app(spec: Spec) -> App:
     @app.stage
     async def look(msg: Message) -> bytes:
         number = int(msg.value)
-        await asyncio.sleep(chance(seed, number, "look") * _SLOWEST)
+        await asyncio.sleep(chance(seed, number, "look") * _SLOWEST_SECONDS)
         if is_poison(seed, number):
             raise Poison("nobody can answer this")
-        if msg.attempt == 1 and chance(seed, number, "look fails") < _FLAKY / 2:
+        if msg.attempt == 1 and chance(seed, number, "look fails") < _FLAKY_SHARE / 2:
             raise Transient("not now")
         return bytes(msg.value)
 
     @app.stage
     async def answer(msg: Message) -> bytes:
         number = int(msg.value)
-        await asyncio.sleep(chance(seed, number, "answer") * _SLOWEST)
+        await asyncio.sleep(chance(seed, number, "answer") * _SLOWEST_SECONDS)
         # Now and then twice: the second backoff is a longer one.
-        if msg.attempt < 3 and chance(seed, number, f"answer fails {msg.attempt}") < _FLAKY / 2:
+        if msg.attempt < 3 and chance(seed, number, f"answer fails {msg.attempt}") < _FLAKY_SHARE / 2:
             raise Transient("still not")
         return bytes(msg.value)
 

@@ -5,7 +5,7 @@ On a real broker the library insists on Cassandra (``cassandra=host:port``), in 
 and the handler sees no headers: the event id is taken from the payload.
 
 ``defer=0``: failed messages of the default pipeline mode are retried in place. Prints "P <time> <done>" lines.
-Runs until ``n`` messages are done, or for ever.
+Runs until ``n`` messages are done, or endlessly.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 ``loops=partition``: a loop for each partition instead of one for all. A getmany() over all mostly returns one
 partition's messages, so that with a slow handler only that partition would run.
 
-Prints "P <time> <done>" lines. Runs until ``n`` messages are done, or for ever.
+Prints "P <time> <done>" lines. Runs until ``n`` messages are done, or endlessly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The limit of a Python Kafka client: a consume(1000) loop that produces every message on, and nothing else.
 
-One process per share of the partitions; no order is kept but the client's own, nothing is retried.
+One process per share of the partitions; order is only what the client gives, and nothing is retried.
 Prints "P <time> <done> <worker>" lines.
 """
 
@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 
 def share(opt: dict[str, str], parts: list[int], n: int) -> None:
-    """Work one process's partitions off, to the end they have now when ``n`` is given, else for ever."""
+    """Process one process's partitions, to the end they have now if ``n`` is given, otherwise endlessly."""
     consumer = Consumer(
         {
             "bootstrap.servers": opt["brokers"],

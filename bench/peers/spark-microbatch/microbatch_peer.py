@@ -2,7 +2,7 @@
 """The plain Spark way: Kafka source, mapInArrow, Kafka sink, micro-batches back to back.
 
 Needs Spark's Kafka connector (``jars=<folder>``). Messages of a partition run one after another; nothing is retried.
-Prints "P <time> <done>" lines. Runs until ``n`` messages are done, or for ever.
+Prints "P <time> <done>" lines. Runs until ``n`` messages are done, or endlessly.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from bench.cli import main
 from bench.endurance import Sample, _heap, _left, drift, judge
 from bench.errors import BenchError
 from bench.progress import rate
-from bench.sheet import Column, Sheet
+from bench.results import Column, ResultSheet
 from keylane.cli.bench import find_checkout
 from keylane.cli.main import app
 from keylane.errors import SettingsError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 DAY_ONE, DAY_TWO = "2026-01-01 10:00 UTC", "2026-01-02 10:00 UTC"
 
 
-def sheet(name: str = "drain", measured: str = DAY_ONE, **settings: int) -> Sheet:
-    return Sheet(
+def sheet(name: str = "drain", measured: str = DAY_ONE, **settings: int) -> ResultSheet:
+    return ResultSheet(
         name=name,
         title="Drain",
         settings={"n": 10, **settings},
@@ -171,7 +171,7 @@ def test_growth_of_five_percent_is_found() -> None:
 def test_a_lane_that_is_left_when_nothing_is_to_do_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.endurance._AT_REST", 0.5)
+    monkeypatch.setattr("bench.endurance._REST_SECONDS", 0.5)
     (tmp_path / "lanes-1").write_text("0")
     assert _left(tmp_path) == 0
     (tmp_path / "lanes-2").write_text("3")

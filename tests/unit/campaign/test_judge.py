@@ -66,7 +66,7 @@ def whole(**changed: object) -> Evidence:
 
 
 def crashed(**changed: object) -> Evidence:
-    """Owner one is killed at 250 ms, with 20 committed; owner two begins at 400 ms with what was not."""
+    """Owner one is killed at 250 ms, with 20 committed; owner two begins at 400 ms with the rest."""
     events = [attempt(n, n * 10, n * 10 + 9, outcome="dead" if n == 7 else "ok") for n in range(25)]
     events += [attempt(n, n * 10 + 200, n * 10 + 209, owner="two") for n in range(20, COUNT)]
     evidence = whole(
@@ -103,7 +103,7 @@ def test_a_message_that_never_ran_is_found() -> None:
 def test_a_duplicate_in_an_exactly_once_sink_is_found() -> None:
     again = [*whole().results, (b"a", 38)]
     assert "sink repeat" in rules(judge(whole(results=again)))
-    # Not even at_least_once has a result that nobody computed.
+    # Not even at_least_once may have a result that no task computed.
     assert rules(judge(whole(results=again, delivery="at_least_once"))) == {"sink invented"}
     # But a client may have sent it again when a broker died.
     assert judge(whole(results=again, delivery="at_least_once", outages=[(0, MS)])).ok
@@ -115,7 +115,7 @@ def test_open_transaction_is_found() -> None:
 
 
 def test_duplicate_after_outside_deletion_is_excused() -> None:
-    """Then nobody could know what was done."""
+    """Without them it is not known what was done."""
     evidence = replace(crashed(), delivery=EXACTLY_ONCE)
     assert rules(judge(evidence)) == {"sink repeat"}
     assert judge(replace(evidence, forgotten=[350 * MS])).ok
@@ -194,7 +194,7 @@ def test_unfinished_messages_are_found() -> None:
 
 
 def zombie(**changed: object) -> Evidence:
-    """Owner one is stopped at 250 ms in the middle of message 25, owner two begins at 400 ms, one goes on at 500 ms."""
+    """Owner one stops at 250 ms in the middle of message 25, owner two begins at 400 ms, one continues at 500 ms."""
     evidence = crashed()
     late = attempt(25, 248, 505) + attempt(26, 506, 510) + attempt(27, 511, 515)
     evidence = crashed(history=history(list(evidence.history.events), late), zombies={"one": 250 * MS})
@@ -207,7 +207,7 @@ def test_only_fenced_zombie_events_are_left_out() -> None:
     assert ruling.facts["by zombies"] == 5
     # The same without the knowledge that it was a zombie: an overlap.
     assert "overlap" in rules(judge(replace(zombie(), zombies={})))
-    # An overlap before the fence is nobody's excuse.
+    # An overlap before the fence is not excused.
     early = replace(
         zombie(), history=history(list(zombie().history.events), attempt(24, 243, 247, owner="x"))
     )
@@ -215,7 +215,7 @@ def test_only_fenced_zombie_events_are_left_out() -> None:
 
 
 def test_sharing_task_does_not_fence_a_zombie() -> None:
-    """It ends what it was at, writes that down and lets go before anybody has taken its slots."""
+    """It finishes its message, records it and releases its slots before another task takes them."""
     events = [attempt(n, n * 10, n * 10 + 9, owner="other") for n in range(1, COUNT, 2) if n != 7]
     events += [attempt(7, 70, 79, owner="other", outcome="dead")]
     events += [attempt(n, n * 10, n * 10 + 9) for n in range(0, 26, 2)]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from campaign.__main__ import _parser, _seeds
-from campaign.plan import STEP, Kind, Plan
+from campaign.plan import SEED_STEP, Kind, Plan
 from campaign.workload import is_poison, messages
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_seed_names_its_fault_by_its_last_two_digits(kind: Kind) -> None:
     for number in range(20):
-        plan = Plan.of(number * STEP + kind.ending)
+        plan = Plan.of(number * SEED_STEP + kind.ending)
         assert plan.label == kind.label
         assert plan == Plan.of(plan.seed)
     assert Kind.named(kind.label) is kind
 
 
 def test_any_other_seed_is_two_different_faults() -> None:
-    plans = [Plan.of(number * STEP + 99) for number in range(100)]
+    plans = [Plan.of(number * SEED_STEP + 99) for number in range(100)]
     assert all(len({shot.kind for shot in plan.shots}) == 2 for plan in plans)
     assert {shot.kind for plan in plans for shot in plan.shots} == set(Kind) - {Kind.NONE}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from keylane.cli import redrive
-from keylane.cli import redrive_selection as choice_module
+from keylane.cli import redrive_selection as selection_module
 from keylane.cli.main import app, main
 from keylane.cli.redrive_selection import LaneSelection, RedriveSelection, order_for
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
@@ -32,7 +32,7 @@ Topic = list[DeadLetter | UnreadableDeadLetter]
 
 
 def letter(offset: int, key: bytes | None = b"k1", **more: Any) -> DeadLetter:
-    """Its message lay a hundred before it in the same partition."""
+    """Its message was a hundred offsets before it in the same partition."""
     given: dict[str, Any] = {
         "partition": 1,
         "value": b"v",
@@ -172,7 +172,7 @@ def test_redrive_selects_a_named_parked_lane_without_letters() -> None:
     assert [(lot.key, lot.parked, lot.chosen) for lot in made.lots()] == [(b"k2", False, 1), (b"k1", True, 0)]
 
 
-# -- the orders ----------------------------------------------------------------------------------------------------
+# -- the commands --------------------------------------------------------------------------------------------------
 
 
 def test_redrive_names_letters_unless_the_whole_lane_is_meant() -> None:
@@ -229,8 +229,8 @@ def test_redrive_of_too_many_letters_is_whole_lane_or_refused(
     letters = [letter(n) for n in range(70_000)]
     whole = order_for("chat", only(chosen(letters)), [], whole=False)
     assert whole.letters is not None
-    assert len(whole.encode()) < choice_module.COMMAND_BYTES_MAX
-    monkeypatch.setattr(choice_module, "COMMAND_BYTES_MAX", 300_000)
+    assert len(whole.encode()) < selection_module.COMMAND_BYTES_MAX
+    monkeypatch.setattr(selection_module, "COMMAND_BYTES_MAX", 300_000)
     assert order_for("chat", only(chosen(letters)), [], whole=False).letters is None
     some = only(chosen(letters, range(60_000)))
     with pytest.raises(SettingsError, match=r"lane k1: 60,000 single dead letters are too many "

@@ -1,4 +1,4 @@
-"""``keylane run`` without Spark: what it does before the first start, and before the next."""
+"""``keylane run`` without Spark: its actions before the first start, and before the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Steps(list[str]):
-    """What was called, in this order."""
+    """The calls, in their order."""
 
     def of(self, name: str, answer: Any = None) -> Callable[..., Any]:
         def called(*_given: Any, **_more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``keylane topic``: what it says and how it ends. That a broker creates topics is tested with a broker."""
+"""``keylane topic``: its output and exit codes. Creating topics is tested with a broker."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_the_context_stays_below_the_room_that_a_dead_letter_has(character: str)
     assert len(found.failures) <= 20
 
 
-# -- what is no letter ---------------------------------------------------------------------------------------------
+# -- invalid letters -----------------------------------------------------------------------------------------------
 
 
 def changed(**changes: str | bytes | None) -> Headers:

@@ -70,7 +70,7 @@ def files(spool: Spool) -> list[Path]:
 
 
 def filled(spool: Spool, *numbers: int) -> Path:
-    """One file with these letters, left by a process that is gone."""
+    """One file with these letters, left by a process that has ended."""
     before = set(files(spool))
     other = Spool(spool.folder.parent.parent, "chat", "c1")
     for number in numbers:
@@ -333,7 +333,7 @@ def test_new_file_removed_before_its_lock_is_not_used(spool: Spool, monkeypatch:
             monkeypatch.setattr(fcntl, "flock", real)
             Spool(spool.folder.parent.parent, "chat", "c1").ship(
                 Topic().send
-            )  # finds an empty file that nobody holds
+            )  # finds an empty file that no process has locked
             monkeypatch.setattr(fcntl, "flock", flock)
         real(fd, operation)
 
@@ -535,7 +535,7 @@ def test_a_folder_without_the_right_to_write_is_an_error(
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "mkdir", refuse)  # the tests may run as root, who has every right
+    monkeypatch.setattr(Path, "mkdir", refuse)  # the tests may run as root, which may do everything
     with pytest.raises(SpoolError, match=r"Permission denied\. Make room there or give this user the right"):
         spool.append(entry())
 
@@ -585,7 +585,7 @@ def test_missing_home_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -
         default_folder()
 
 
-# -- files that somebody else wrote ----------------------------------------------------------------------------------
+# -- files written by other programs ---------------------------------------------------------------------------------
 
 
 def sealed(payload: bytes) -> bytes:

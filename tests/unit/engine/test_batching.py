@@ -261,7 +261,7 @@ def test_an_order_with_fewer_lanes_makes_smaller_batches(order: str, most: int) 
         assert result.elapsed < 300 * 0.02, "nobody waits for a second lane"
 
 
-# What becomes of each.
+# The outcome of each message.
 
 
 def test_results_and_failures_are_each_messages_own() -> None:
@@ -424,7 +424,7 @@ def test_a_batch_stage_has_resources_by_name() -> None:
 
 
 def outage(*, ends: float, limit: int | None, lanes: int) -> tuple[RunResult, int]:
-    """A stage that is down at first; what came of it, and how often it was called."""
+    """A stage that is down at first; its results, and how often it was called."""
     calls = Calls()
     app = make(retry=Retry(attempts=4, wait_initial=0.1, wait_max=0.2))
 
@@ -743,7 +743,7 @@ def unsteady(rng: random.Random, seed: int) -> App:
     )
     outage = rng.uniform(0, 8)
     outage_ends = outage + rng.choice([0, 1, 2])
-    # A drain that is too short for a letter leaves its end to the next epoch, where nobody began it.
+    # A drain that is too short for a letter leaves its end to the next epoch, in which nothing began it.
     poison = rng.choice([0.0, 0.02]) if app.spec.drain_timeout > 1 else 0.0
 
     def chance(msg: Message, what: str) -> float:

@@ -107,7 +107,7 @@ def test_the_type_may_be_another_header_or_a_field_of_the_value() -> None:
 
 
 def several(flaky: str = "", error: Exception | None = None, attempts: int = 1, **options: Any) -> App:
-    """Three handlers of one type that note their calls; ``flaky`` fails so many times."""
+    """Three handlers of one type that note their calls; ``flaky`` fails this many times."""
     app = make(**options)
     app.calls = []  # type: ignore[attr-defined]
 
@@ -294,7 +294,7 @@ def test_dispatch_handler_has_the_options_of_a_stage() -> None:
     assert values(result, b"b") == ["client in a thread"]
 
 
-# Types that nobody handles.
+# Types without a handler.
 
 
 def test_dispatch_type_without_a_handler_is_poison() -> None:
@@ -346,7 +346,7 @@ def test_dispatch_undecodable_value_is_poison() -> None:
     assert [dead.stage for dead in result.dead] == ["(dispatch)"]
 
 
-# What makes no sense is refused when the app is built.
+# Invalid declarations are refused when the app is built.
 
 
 async def handle(msg: Message) -> None: ...

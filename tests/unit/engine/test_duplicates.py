@@ -77,7 +77,7 @@ def lane(*ids: bytes, key: bytes = b"a", every: float = 0.0) -> list[tuple[bytes
 
 
 def others(number: int, key: bytes = b"z", at: float = 1.0) -> list[tuple[bytes | None, bytes, float]]:
-    """So many messages of another lane of the same partition."""
+    """This many messages of another lane of the same partition."""
     return [(key, b"other-%d" % each, at) for each in range(number)]
 
 
@@ -153,7 +153,7 @@ def test_a_duplicate_is_remembered_like_the_message_it_repeats() -> None:
     assert values(run(app, lane(b"1", b"2", b"1", b"2", b"1", b"3"))) == [b"1.1", b"2.1", b"3.1"]
 
 
-# What becomes of the message it repeats.
+# The outcome of the original.
 
 
 def test_duplicate_waits_while_its_original_is_retried() -> None:
@@ -340,11 +340,11 @@ def test_duplicate_is_done_after_its_originals_result_is_durable() -> None:
     assert list(dict.fromkeys(values(result))) == [b"1.1", b"2.1"]
 
 
-# The engine by itself.
+# The engine alone.
 
 
 class Sink:
-    """Keeps what it is given, and acknowledges when told to."""
+    """Keeps what it gets, and acknowledges on request."""
 
     def __init__(self) -> None:
         self.given: list[Delivery] = []
@@ -456,7 +456,7 @@ def test_unreadable_headers_fail_only_their_message(idempotency: Idempotency | N
 
 
 def test_the_copy_of_a_message_that_is_gone_from_the_log_runs() -> None:
-    """A stuck lane let go of a message, and retention has deleted it: then the copy is all there is."""
+    """A stuck lane evicted a message, and retention has deleted it: then only the copy is left."""
 
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         sent = records(b"stuck", *(b"%d" % number for number in range(100)), b"99", b"98", b"97", b"99")

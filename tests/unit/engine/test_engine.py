@@ -86,7 +86,7 @@ def judge(harness: Harness, result: RunResult, *, repeated: bool) -> None:
 
 
 def unsteady(seed: int, **options: Any) -> App:
-    """Two stages that wait, fail and give up as the seed will have it, differently for every message and attempt."""
+    """Two stages that wait, fail and give up depending on the seed, differently for every message and attempt."""
     app = make(commit_interval=0.7, **options)
 
     async def behave(msg: Message, stage: str) -> Any:
@@ -813,11 +813,11 @@ def test_a_resource_that_is_returned_and_fails_is_named_too(kind: str) -> None:
         run(app, (b"a", b"1"))
 
 
-# The engine by itself.
+# The engine alone.
 
 
 class Sink:
-    """Keeps what it is given, and acknowledges when told to."""
+    """Keeps what it gets, and acknowledges on request."""
 
     def __init__(self) -> None:
         self.given: list[Delivery] = []
@@ -1041,7 +1041,7 @@ def test_a_drain_waits_for_acknowledgements_and_gives_up_in_time() -> None:
 def test_result_that_the_sink_cannot_take_makes_a_dead_letter() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:
         await asyncio.sleep(0.5)
-        sink.acknowledge(0)  # the lane goes on when its dead letter is safe
+        sink.acknowledge(0)  # the lane continues when its dead letter is durable
         await asyncio.sleep(0.5)
         sink.acknowledge(1)
         engine.settle()
@@ -1094,7 +1094,7 @@ def test_failure_to_record_progress_stops_the_engine() -> None:
 
 
 def test_an_engine_that_failed_can_be_left_without_a_drain() -> None:
-    """The loop's end cancels its runners: that is no failure of the messages they run, and must not hang."""
+    """The loop's end cancels its runners: their messages have not failed, and nothing must hang."""
     sinks: list[Sink] = []
 
     async def scenario(engine: Engine, sink: Sink, done: list[int]) -> None:

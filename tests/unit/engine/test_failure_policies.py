@@ -400,7 +400,7 @@ def test_one_bad_lane_does_not_stop_the_app() -> None:
     assert len(result.dead) == 60
 
 
-# Stuck lanes let go of their messages.
+# Stuck lanes evict their messages.
 
 
 @pytest.mark.parametrize("policy", ["block", "park", "skip"])
@@ -438,7 +438,7 @@ def test_a_stuck_lane_holds_few_messages(monkeypatch: pytest.MonkeyPatch) -> Non
         harness.send(key=b"a", value=b"%d" % number, at=number * 0.01)
     harness.run()
     (table,) = tables
-    # Besides what came in the first second, before the lane was called stuck.
+    # In addition to what came in the first second, before the lane counted as stuck.
     assert table.statistics().away >= 3000 - 4 - max(lanes.STUCK_LANE_ENTRIES_MAX, 100)
 
 

@@ -1,4 +1,4 @@
-"""One key gets most of the messages, or many fail at once: what becomes of the others, in virtual time."""
+"""One key gets most of the messages, or many fail at once: the effect on the others, in virtual time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def skewed(
     faults: Sequence[Fault] = (),
     seed: int = 0,
 ) -> tuple[Harness, RunResult]:
-    """Of ten messages so many are of the hot key, the others of 100 keys that take turns."""
+    """Of ten messages this many are of the hot key, the others of 100 keys that take turns."""
     harness = Harness(app, partitions=1, faults=faults, seed=seed)
     for number in range(int(seconds * rate)):
         key = HOT if number % 10 < of_ten else b"cold-%d" % (number // 10 % 100)
@@ -108,7 +108,7 @@ def test_messages_of_a_hot_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def count_relief(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The lanes that let go of what they hold, as often as they do."""
+    """The lanes that evict their messages, as often as they do."""
     relieved: list[bytes] = []
     real = lanes.LaneTable.evict
 
@@ -124,7 +124,7 @@ def count_relief(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_lanes_equally_behind_evict_nothing(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """A backlog of keys that are all alike: whatever is read further ahead is for lanes that are busy as well.
 
-    5 keys do 62 messages between two looks: fewer than 50 would prove nothing, and lanes would let go as before.
+    5 keys do 62 messages between two checks: fewer than 50 would prove nothing, and lanes would be evicted as before.
     """
     relieved = count_relief(monkeypatch)
     rng = random.Random(keys)
@@ -176,7 +176,7 @@ def test_cold_keys_of_a_backlog_do_not_wait_for_a_hot_one() -> None:
 
 
 def test_keys_behind_a_wall_of_a_single_key_are_reached() -> None:
-    """Nobody has seen them: that they are there can only be found out by reading on."""
+    """They are unknown so far: only reading on finds them."""
     harness = Harness(slow(0.01, max_buffered=2000), partitions=1)
     for number in range(10_000):
         harness.send(key=HOT, value=b"%d" % number)
@@ -204,7 +204,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("capacity", [20, 200, 1000])
 def test_lanes_released_together_share_the_room(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
-    """An outage: 30 lanes stand still for 10 seconds and want everything back at the same moment."""
+    """An outage: 30 lanes stop for 10 seconds and want everything back at the same moment."""
     most = in_memory(monkeypatch)
     app = App("app", source="in", sink="out", max_buffered=capacity, failure_guard=None, idempotency=None)
     adjust(app, retry=Retry(attempts=1000, wait_initial=2.0, wait_max=2.0))
@@ -271,7 +271,7 @@ def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
 
 
 def test_a_lane_that_waits_for_its_turn_lets_go_of_nothing() -> None:
-    """Others hold it up, not what it does: it would be quick without them."""
+    """It is slow because of others: it would be quick without them."""
     relief: LaneEvictor[Any] = LaneEvictor()
     table = fill(1000)
     for now in range(1, 10):

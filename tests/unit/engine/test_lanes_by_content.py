@@ -93,7 +93,7 @@ def test_the_checker_needs_the_lanes_it_cannot_see() -> None:
 
 
 def test_the_checker_finds_an_overtaken_header_lane() -> None:
-    result = run("none", 1)  # type: ignore[arg-type]  # any name is an order
+    result = run("none", 1)  # type: ignore[arg-type]  # any name is an ordering
     sent = {(e.partition, e.offset): e.key for e in result.history.events}
     one_lane = {place: b"%d/acme" % place[0] for place in sent}
     verdict = check(result.history, sent=sent, order=ByHeader("tenant"), lanes=one_lane)

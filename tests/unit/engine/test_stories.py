@@ -23,7 +23,7 @@ LIFE = ("OrderPlaced", "OrderPaid", "OrderShipped")
 
 
 class Orders:
-    """The database: an order's status, and what was refused. Each handler is slower than the one after it."""
+    """The database: an order's status, and the refused events. Each handler is slower than the one after it."""
 
     def __init__(self, **settings: Any) -> None:
         self.status: dict[bytes, list[str]] = {}
@@ -71,7 +71,7 @@ def test_story_paid_is_never_handled_before_placed(faults: tuple[Any, ...]) -> N
 
 
 def test_paid_that_was_written_before_placed_waits_for_it() -> None:
-    """Two services write to the topic, and the quicker one pays: no lane can mend the order of its log."""
+    """Two services write to the topic, and the quicker one pays: no lane can repair the order of its log."""
     wrong = [(b"o%d" % n, LIFE[version - 1], version) for n in range(20) for version in (2, 1, 3)]
     without = Orders(failure_guard=None)
     result = tell(without.app, wrong)

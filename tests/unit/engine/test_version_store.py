@@ -175,7 +175,7 @@ def test_rewind_expects_versions_that_run_again() -> None:
 
 
 def test_version_store_does_not_wait_for_versions_that_ran() -> None:
-    """3 lies before 2 in the log: 2 runs again, 3 does not, and 4 is next."""
+    """3 is before 2 in the log: 2 runs again, 3 does not, and 4 is next."""
     mark = RULE.after(
         RULE.after(RULE.after(None, 1, 0, applied=True), 2, 2, applied=True), 3, 1, applied=True
     )
@@ -304,7 +304,7 @@ def test_a_mark_moves_with_its_key() -> None:
 
 
 def test_of_several_marks_of_a_key_the_last_written_counts() -> None:
-    """From partition to partition and back again: what was left behind there is old."""
+    """From partition to partition and back again: marks left behind are old."""
     for key in KEYS:
         counts = (2, 3, 4)
         moves = Moves(4, {0: ALL, 1: ALL, 2: ALL, 3: ALL})

@@ -13,7 +13,7 @@ from keylane.kafka.cluster import PLANNER_RETRY_SECONDS, wait_for_cluster
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """Replaces the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -9,7 +9,7 @@ from keylane.kafka.fetcher import Fetcher
 
 
 class Record:
-    """A message of the client, with so many bytes."""
+    """A message of the client, with this many bytes."""
 
     def __init__(self, offset: int, size: int = 1) -> None:
         self._offset, self._size = offset, size

@@ -18,7 +18,7 @@ from keylane.state.labels import Labels
 
 
 class Client:
-    """A transactional client whose commits take until they are let go."""
+    """A transactional client whose commits take until the test ends them."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.failure = None
@@ -61,7 +61,7 @@ def test_nothing_enters_a_commit_that_outlives_its_task(
 
 
 class Aborting(Client):
-    """Its first commits are aborted: cleanly, so it goes on."""
+    """Its first commits are aborted, cleanly, so it continues."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_notes_of_an_aborted_transaction_are_in_the_next(monkeypatch: pytest.Mon
 
 
 def test_progress_of_an_aborted_transaction_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made anew for the next: written without its offsets it would be ahead of them."""
+    """It is collected again for the next one: written without its offsets it would be ahead of them."""
     writer, client = aborting(monkeypatch)
     told: list[str | None] = []
 
@@ -190,7 +190,7 @@ class Fenced:
 
 
 def fenced(monkeypatch: pytest.MonkeyPatch, *, after: float, exact: bool) -> TransactionalClient:
-    """Transactions of which one was opened so many seconds ago."""
+    """Transactions of which one was opened this many seconds ago."""
     monkeypatch.setattr(transactional_client, "transactional_producer", lambda *_: Fenced())
     client = TransactionalClient(None, "app.1", None, exact=exact)  # type: ignore[arg-type]
     now = time.monotonic()

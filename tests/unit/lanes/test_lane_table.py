@@ -38,7 +38,7 @@ Table = LaneTable[Item]
 
 
 class LanesAgainstLists(RuleBasedStateMachine):
-    """The table against lists: per lane what has arrived, how many have passed, how many are done."""
+    """The table against lists: the arrived, passed and finished entries of each lane."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
         assert table.quiet == (not self.running and not ready and not self.sleeping)
 
     def teardown(self) -> None:
-        """Nothing is lost: what has arrived comes to its end, when everything that can happen does."""
+        """Nothing is lost: everything that has arrived finishes once everything that can happen has happened."""
         while not self.table.quiet:
             self.now += 10
             self.table.wake(self.now)
@@ -201,7 +201,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
 
 
 class StuckLanesAgainstLists(RuleBasedStateMachine):
-    """Lanes that stop, wait, let go of their entries and get them back, and redriven entries put before the rest.
+    """Lanes that stop, wait, evict their entries and get them back, and redriven entries put before the rest.
 
     The model keeps, per lane, the numbers that have to pass, in order; and how many have.
     """

@@ -237,7 +237,7 @@ def test_a_redrive_waits_for_the_record_of_a_lane_being_parked() -> None:
     assert ran == [b"0", b"0", b"1"]
 
 
-# -- the order of one lane, whatever happens in between ------------------------------------------------------------
+# -- the order of one lane, whatever happens -----------------------------------------------------------------------
 
 
 class OneLane(RuleBasedStateMachine):

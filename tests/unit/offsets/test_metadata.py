@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keylane.offsets import metadata as progress_module
+from keylane.offsets import metadata as metadata_module
 from keylane.offsets.identity import TopicIdentity
 from keylane.offsets.metadata import METADATA_BYTES_MAX, Committed, decode, encode, judge, stamp
 from keylane.offsets.offset_set import BLOCK_OFFSETS, OffsetBlock, OffsetSet
@@ -121,7 +121,7 @@ def test_a_stuck_lane_with_a_million_done_behind_it_fits() -> None:
 
 
 def scattered(offsets: int, per: int) -> PartitionProgress:
-    """One in so many of these offsets, anywhere."""
+    """One in this many of these offsets, anywhere."""
     rng = random.Random(3)
     kinds = [sorted({0, *rng.sample(range(BLOCK_OFFSETS), BLOCK_OFFSETS // per)}) for _ in range(8)]
     blocks = [OffsetBlock.of(number, kinds[number % 8]) for number in range(offsets // BLOCK_OFFSETS)]
@@ -149,13 +149,13 @@ def test_too_large_progress_is_cut_at_the_top() -> None:
 
 def test_only_changed_blocks_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
-    pack = progress_module._packed
+    pack = metadata_module._packed
 
     def counted(block: OffsetBlock) -> bytes:
         packed.append(block.number)
         return pack(block)
 
-    monkeypatch.setattr(progress_module, "_packed", counted)
+    monkeypatch.setattr(metadata_module, "_packed", counted)
     mark = Watermark(PartitionProgress(watermark=0, position=0))
     for start in range(0, 3_000_000, 11_000):
         mark.deliver(range(start, start + 11_000, 11))
@@ -261,7 +261,7 @@ def deflated(raw: bytes) -> bytes:
 
 
 def piece(step: int, form: int, content: bytes) -> bytes:
-    """A block as it stands in the text."""
+    """A block as it is encoded in the text."""
     content = deflated(content) if form & 1 else content
     return varint(step) + varint(len(content) << 3 | form) + content
 
@@ -346,7 +346,7 @@ def test_a_text_cannot_make_us_hold_more_than_is_ever_written() -> None:
 
 
 def test_written_metadata_is_always_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "BLOCK_BYTES_MAX", 20_000)
+    monkeypatch.setattr(metadata_module, "BLOCK_BYTES_MAX", 20_000)
     progress = PartitionProgress(watermark=0, position=10**7, pending=OffsetSet.of(range(0, 10**7, 1000)))
     restored = decode(0, encode(progress))
     assert restored.problem is None

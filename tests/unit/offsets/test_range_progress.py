@@ -1,4 +1,4 @@
-"""A partition that tasks share, while somebody moves the group, deletes it or creates the topic again."""
+"""A partition that tasks share, while the group is moved or deleted, or the topic created again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sharing_follows_a_second_rewind_to_the_same_offset() -> None:
 
 
 def test_sharing_follows_a_rewind_that_replaces_another() -> None:
-    """Nobody had followed the first one but the owner of the lower half."""
+    """Only the owner of the lower half had followed the first one."""
     assert begins(LOW, [standing(LOW, 1000, FIRST), standing(HIGH, 1000)], NEVER, 70) == 70
 
 
@@ -98,12 +98,12 @@ class World:
     start: int = 0
     """Where reading begins without an offset of the group."""
     base: int = 0
-    """Where somebody has moved the group last."""
+    """The offset of the group's last move."""
     owners: list[Task] = field(default_factory=list)
     ran: dict[int, int] = field(default_factory=dict)
     """Since then: how often each offset ran."""
     written: set[int] = field(default_factory=set)
-    """Since then: what is done, and written down."""
+    """Since then: done and recorded."""
 
     def create(self) -> None:
         """A new topic: nothing that was written is about this one."""
@@ -224,7 +224,7 @@ def test_sharing_runs_all_from_the_last_move_on_and_no_more(seed: int) -> None:
         if happens is not None:
             happens()
             if rng.random() < 0.2 and world.group is not None:
-                world.move(world.group[0].watermark)  # once more to where it is
+                world.move(world.group[0].watermark)  # again to where it is
     for _ in range(2):
         run_epoch(world, last=True)
     missing = [offset for offset, times in world.ran.items() if offset >= world.base and not times]

@@ -140,7 +140,7 @@ def cut(rng: random.Random) -> list[Slots]:
 def test_slots_recut_repeatedly_lose_nothing(
     seed: int,
 ) -> None:
-    """Owners that read at their own pace, finish in any order, and write down now and then; some crash."""
+    """Owners that read at their own pace, finish in any order, and record progress at intervals; some crash."""
     rng = random.Random(seed)
     log = [
         Sent(at, None if rng.random() < 0.1 else b"k%d" % rng.randrange(30))

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keylane.offsets import metadata as progress_module
-from keylane.offsets import offset_set as pending_module
+from keylane.offsets import metadata as metadata_module
+from keylane.offsets import offset_set as offset_set_module
 from keylane.offsets import watermark as watermark_module
 from keylane.offsets.metadata import decode, encode
 from keylane.offsets.offset_set import BLOCK_OFFSETS, OffsetBlock, OffsetSet
@@ -35,7 +35,7 @@ class WatermarkAgainstSets(RuleBasedStateMachine):
         self.live()
 
     def live(self) -> None:
-        """A new task: it knows nothing but what was committed, and reads from the watermark."""
+        """A new task: it knows only what was committed, and reads from the watermark."""
         self.mark = Watermark(self.committed)
         self.done = set(self.committed_done)
         self.unread = [offset for offset in self.log if offset >= self.committed.watermark]
@@ -139,8 +139,8 @@ class StuckWatermarkAgainstSets(WatermarkAgainstSets):
     def __init__(self) -> None:
         self.patches = [
             mock.patch.object(watermark_module, "_RECENT_OFFSETS_MIN", 2),
-            mock.patch.object(pending_module, "_LIST_OFFSETS_MAX", 2),
-            mock.patch.object(progress_module, "_GAP_OFFSETS_MAX", 3),
+            mock.patch.object(offset_set_module, "_LIST_OFFSETS_MAX", 2),
+            mock.patch.object(metadata_module, "_GAP_OFFSETS_MAX", 3),
         ]
         for patch in self.patches:
             patch.start()
@@ -206,7 +206,7 @@ def test_offsets_as_far_apart_as_kafka_has_them() -> None:
 
 
 def stick(mark: Watermark, count: int, every: int, *, start: int = 0) -> tuple[list[int], int]:
-    """Deliver; of every so many offsets one is stuck, the others are soon done. What is stuck, and where that ends."""
+    """Deliver; one in this many offsets is stuck, the others are soon done. Returns the stuck ones and the end."""
     stuck: list[int] = []
     at = start
     while len(stuck) < count:
@@ -315,7 +315,9 @@ def test_block_equals_a_set(size: int, number: int, seed: int) -> None:
             assert one == same
             assert hash(one) == hash(same)
             assert (
-                (one.bits is None) == (same.bits is None) == (one.count <= pending_module._LIST_OFFSETS_MAX)
+                (one.bits is None)
+                == (same.bits is None)
+                == (one.count <= offset_set_module._LIST_OFFSETS_MAX)
             )
     if smaller is not None:
         assert smaller.plus(sorted(gone & model)) == block

@@ -190,7 +190,7 @@ TestCircuitAgainstLists.settings = settings(max_examples=60, stateful_step_count
 
 
 def start(circuit: Circuit, now: float, calls: int) -> int:
-    """Start so many calls; their generation."""
+    """Start this many calls; their generation."""
     for _ in range(calls):
         assert circuit.admit(now)
     return circuit.generation

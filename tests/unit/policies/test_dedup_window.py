@@ -56,7 +56,7 @@ def window_of(rule: Idempotency) -> DedupWindow:
 
 
 def feed(window: DedupWindow, messages: list[Arrival], together: int = 1) -> list[int | None]:
-    """What it says of each; so many at once where they are all new."""
+    """Its answer for each; this many at once if all are new."""
     found: list[int | None] = []
     for place in range(0, len(messages), together):
         some = messages[place : place + together]

@@ -418,7 +418,12 @@ def test_versions_keep_their_order_in_any_schedule(seed: int) -> None:
         faults.append(Crash(at=at) if rng.random() < 0.5 and then == "fail" else Drain(at=at))
     names = [b"k%d" % number for number in range(keys)]
     for key in names:
-        for at in (40, 300, 600, 900):  # what waited in vain stops its lane again; every round comes further
+        for at in (
+            40,
+            300,
+            600,
+            900,
+        ):  # a message that waited too long stops its lane again; each round gets further
             faults += [Release(at=at, key=key), Redrive(at=at + 1, key=key)]
     harness = Harness(
         app, seed=seed, partitions=rng.randrange(1, 4), faults=faults, latency=(0.001, 0.03), holes=0.1
@@ -429,7 +434,7 @@ def test_versions_keep_their_order_in_any_schedule(seed: int) -> None:
         for _ in range(rng.choice([0, 3, each])):
             place = rng.randrange(each - 1)
             order[place], order[place + 1] = order[place + 1], order[place]
-        order += rng.sample(order, 2)  # and some once more
+        order += rng.sample(order, 2)  # and some again
         sent += [(number * 0.4 * rng.uniform(0.9, 1.1), key, version) for number, version in enumerate(order)]
     for at, key, version in sent:
         headers = [("event-version", b"%d" % version)]
@@ -697,7 +702,7 @@ def test_no_version_is_lost_without_a_trace(seed: int) -> None:
         untraced = sent[key] - ran - letters
         if (
             on_gap == "process" or first is None
-        ):  # what came across a gap, or first, makes up for what is below
+        ):  # a version that came across a gap, or first, replaces those below
             assert all(version < max(ran) for version in untraced)
         else:
             assert untraced == set()

@@ -1,4 +1,4 @@
-"""The tasks of an epoch share out its plans: each is taken once, and again by who has taken it."""
+"""The tasks of an epoch take its plans: each plan is taken once, and again only by the same worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_runs_and_epochs_have_nothing_to_do_with_each_other(tmp_path: Path) -> N
     assert choose(tmp_path, "r", 1, 0, 2, [1]) == 1
     assert choose(tmp_path, "s", 1, 0, 2, []) == 0
     assert choose(tmp_path, "r", 2, 0, 2, []) == 0
-    assert choose(tmp_path, "r", 1, 1, 2, [0]) == 1  # of an epoch that is over: its own, as ever
+    assert choose(tmp_path, "r", 1, 1, 2, [0]) == 1  # of an epoch that is over: its own, as before
     assert choose(tmp_path, "r", 2, 0, 2, [1]) == 0
 
 

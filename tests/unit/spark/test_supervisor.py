@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class World:
-    """Queries that live for so many seconds and then fail as told; a clock that only sleep moves."""
+    """Queries that live for these seconds and then fail as given; a clock that only sleep moves."""
 
     def __init__(self, *lives: tuple[float, Exception | None], stop_at: float = 1e9) -> None:
         self.now = 0.0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keylane.errors import BrokerError
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus
-from keylane.state import admin as operator_module
-from keylane.state import commands as orders_module
+from keylane.state import admin as admin_module
+from keylane.state import commands as commands_module
 from keylane.state.admin import (
     AdminClient,
     CommandResults,
@@ -49,7 +49,7 @@ def command(**more: Any) -> Command:
     return Command(**{**given, **more})
 
 
-# -- orders as records ---------------------------------------------------------------------------------------------
+# -- commands as records -------------------------------------------------------------------------------------------
 
 
 @given(
@@ -275,7 +275,7 @@ def test_an_app_that_has_given_a_sign_is_waited_for(sign: str, log: StateLog) ->
 
 
 def test_command_without_an_answer_is_given_up(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_module, "_ANSWER_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(admin_module, "_ANSWER_GRACE_SECONDS", 0.1)
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("release", partition=0, key=b"k", offset=7)
         assert operator.standing() == [given]
@@ -309,11 +309,11 @@ def test_the_record_of_an_order_names_no_letters_in_the_audit(log: StateLog) -> 
     assert len(audited.content or b"") < 300
 
 
-# -- what was written down long ago --------------------------------------------------------------------------------
+# -- old audit entries ---------------------------------------------------------------------------------------------
 
 
 def audits(*given: float) -> list[tuple[bytes, bytes]]:
-    """Of orders that were given at these times, each with what came of it."""
+    """The audit of commands that were given at these times, each with its answer."""
     return [
         record
         for number, at in enumerate(given)
@@ -325,9 +325,9 @@ def audits(*given: float) -> list[tuple[bytes, bytes]]:
 
 
 def test_audit_of_old_orders_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders_module, "AUDITED_COMMANDS", 2)
+    monkeypatch.setattr(commands_module, "AUDITED_COMMANDS", 2)
     now = 1e6
-    old, young = now - 2 * orders_module.AUDITED_SECONDS, now - 60
+    old, young = now - 2 * commands_module.AUDITED_SECONDS, now - 60
     assert outdated(audits(old, old), (), now) == []
     assert outdated(audits(old, old, old, young), (), now) == [
         b"audit/a0",

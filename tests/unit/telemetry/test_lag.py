@@ -20,7 +20,7 @@ from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.oldest_pending import OldestPending
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus, RetryState
-from keylane.telemetry import lag_monitor as lag_watch
+from keylane.telemetry import lag_monitor as lag_monitor_module
 from keylane.telemetry.lag import PartitionLag
 from keylane.telemetry.lag_monitor import LagView, PartitionView
 from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, pace_of, work_on
@@ -78,7 +78,7 @@ def test_trend_follows_the_movement(movement: LagMovement, given: dict[str, Any]
 
 
 def told(ago: float = 0.0, *, held: int = 100, stood: float = 0.0, **given: Any) -> Snapshot:
-    """A task's record of partition 0, whose watermark stands for so many seconds."""
+    """A task's record of partition 0, whose watermark has not moved for these seconds."""
     figures = PartitionFigures(
         watermark=100, position=1000, end=1000, held=held, away=0, paused=False, moved=NOW - stood
     )
@@ -138,7 +138,7 @@ def test_group_without_progress_counts_from_the_log_begin() -> None:
     assert PartitionLag(begin=5, end=9, committed=None).lag == 4
     assert PartitionLag(begin=5, end=9, committed=2).lag == 4
     assert PartitionLag(begin=5, end=9, committed=8).lag == 1
-    assert PartitionLag(begin=0, end=3, committed=8).lag == 0  # the topic was made anew
+    assert PartitionLag(begin=0, end=3, committed=8).lag == 0  # the topic was created again
 
 
 def view(*paces: LagTrend, lag: int = 1000, **given: Any) -> LagView:
@@ -418,7 +418,7 @@ def test_module_reference_names_its_app(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Cluster:
-    """What a broker would answer: a partition of a group that stands at 100 while the log grows, and telemetry."""
+    """A broker's answers: a partition of a group that stays at 100 while the log grows, and telemetry."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.end, self.committed = 1000, 100
@@ -467,7 +467,7 @@ class Cluster:
             "AdminClient": Operator,
             "TelemetryLog": Records,
         }.items():
-            monkeypatch.setattr(lag_watch, name, made)
+            monkeypatch.setattr(lag_monitor_module, name, made)
 
     def tell(self, watermark: int, ago: float = 0.0, stood: float = 0.0, **given: Any) -> None:
         at = time.time() - ago
@@ -484,7 +484,7 @@ class Cluster:
         self.told.append(snapshot(**known | given))
 
     def looked(self, second: Callable[[], None] = lambda: None) -> LagView:
-        watch = lag_watch.LagMonitor(KafkaSettings("nowhere:1"), "chat", "chat.in", over=0.2)
+        watch = lag_monitor_module.LagMonitor(KafkaSettings("nowhere:1"), "chat", "chat.in", over=0.2)
         assert watch.look() is None
         second()
         found = watch.look()
@@ -577,7 +577,7 @@ def test_app_that_started_long_ago_needs_its_topic_named(monkeypatch: pytest.Mon
 
 def test_run_without_telemetry_so_far_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
-    cluster.tell(100, ago=600)  # the run before it, which was killed
+    cluster.tell(100, ago=600)  # the previous run, which was killed
     cluster.started = time.time() - 8
     found = cluster.looked()
     assert (found.pace, found.silent) == (LagTrend.CATCHING_UP, None)

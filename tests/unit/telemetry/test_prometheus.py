@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def exporter() -> Exporter:
-    """Of an app that has shown all there is, with nobody to ask."""
+    """Telemetry of an app, without a cluster to ask."""
     made = Exporter(KafkaSettings("127.0.0.1:1"), "chat", "chat.in")
     now = time.time()
     hot = (HotFigures(key="k", partition=0, share=0.4, waiting=77),)
@@ -145,7 +145,7 @@ def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Flaky:
-    """Telemetry that fails in ways nobody thought of, and then has a record."""
+    """Telemetry that fails in unexpected ways, and then has a record."""
 
     failures: ClassVar[list[Exception]] = []
     unreadable = 0

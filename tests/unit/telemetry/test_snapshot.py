@@ -212,7 +212,7 @@ def test_tasks_and_epochs_add_up() -> None:
 
 
 def test_a_task_that_began_before_counts_from_its_first_record() -> None:
-    """A counter that began with all that was done before would look like a burst to whoever takes its rate."""
+    """A counter that began with everything done before would look like a burst in its rate."""
     totals = Totals(since=500.0)
     totals.take([snapshot(done=1_000_000, at=501.0)])
     assert totals.counters["done"] == 0

@@ -323,7 +323,7 @@ def test_unknown_ordering_is_refused() -> None:
         Run().check(order="alphabetical")
 
 
-# -- what it says --------------------------------------------------------------------------------------------------
+# -- its report ----------------------------------------------------------------------------------------------------
 
 
 def test_bad_verdict_shows_the_first_violation_with_its_timeline() -> None:

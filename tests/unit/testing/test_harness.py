@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def echo(delay: float = 1.0, **settings: Any) -> App:
-    """An app that takes its time and gives back what it got."""
+    """An app that takes its time and returns its input."""
     app = App("echo", source="in", **{"sink": "out", **settings})
 
     @app.stage
@@ -234,14 +234,14 @@ def test_slow_drain_leaves_messages_to_the_next_epoch() -> None:
     run = Harness(echo(delay=10.0, drain_timeout=3.0), faults=[Drain(at=5.0)])
     send(run, keys=1, each=2)
     result = run.run()
-    # Cancelled at second 8, begun anew, 10 seconds each.
+    # Cancelled at second 8, started again, 10 seconds each.
     assert result.elapsed == pytest.approx(28.0, abs=0.01)
     assert values(result, b"k0") == [0, 1]
     result.verdict.raise_if_bad()
 
 
 def test_crash_may_leave_unacknowledged_results() -> None:
-    """Acknowledgements take longer than the crash lets them: what was written all the same comes twice."""
+    """Acknowledgements take longer than the crash lets them: results written all the same come twice."""
     counts = set()
     for seed in range(6):
         run = Harness(echo(delay=0.1), seed=seed, latency=60.0, faults=[Crash(at=2.05)])

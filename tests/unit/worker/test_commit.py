@@ -55,7 +55,7 @@ class Writer:
 
 
 class Counted(Contributor):
-    """Adds what was given to it, each thing once."""
+    """Adds what it was given, each thing once."""
 
     def __init__(self, name: str, calls: list[str], fails: Iterable[str] = ()) -> None:
         self.name, self.calls, self.fails = name, calls, fails
@@ -146,7 +146,7 @@ def test_a_failing_contributor_does_not_silence_others(what: str) -> None:
 
 
 def test_a_cancelled_commit_says_neither() -> None:
-    """The loop ends: its thread still commits, and nobody knows what came of it."""
+    """The loop ends: its thread still commits, and the result stays unknown."""
     writer, calls = Writer(), list[str]()
     writer.hangs = True
 

@@ -49,9 +49,9 @@ class Client:
 
 
 class Bench:
-    """An output, and the engine it tells of trouble; ``waiting`` lanes wait for their turn.
+    """An output and the engine that it reports to; ``waiting`` lanes wait for their turn.
 
-    With ``held`` the task is far behind, by so many messages.
+    With ``held`` the task is behind by this many messages.
     """
 
     def __init__(self, client: Client, waiting: int, *, held: int = 0) -> None:

@@ -36,7 +36,7 @@ BAD = b"bad"
 class Client:
     """Sends batches of ``size`` records when it is polled; the broker rejects a batch with a bad one as a whole.
 
-    After that a ``gapless`` one writes nothing more. Any other goes on, as librdkafka does.
+    After that a ``gapless`` one writes nothing more. Any other continues, like librdkafka.
     """
 
     def __init__(self, sink: list[tuple[bytes, bytes]], size: int, *, gapless: bool) -> None:

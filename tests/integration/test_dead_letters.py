@@ -101,7 +101,7 @@ def test_letters_of_every_kind_are_read_back(log: Log, name: str) -> None:
         [
             letter(name, 0, 10),
             letter(name, 0, 11, why=because(message="no answer after 32 ms", failed_at=AT + 1), key=None),
-            letter(name, 0, 10),  # the same once more, after a crash
+            letter(name, 0, 10),  # the same again, after a crash
             {"partition": 0, "key": b"k", "value": b"not a letter"},
             letter(name, 1, 5, DeadLetterKind.PARKED, park=5, why=other),
             letter(name, 1, 6, DeadLetterKind.PARKED, park=5, behind=True, at=AT + 11),

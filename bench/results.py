@@ -39,7 +39,7 @@ class Column:
 
 
 @dataclass(slots=True, kw_only=True)
-class Line:
+class ResultLine:
     """One row: a peer, or a peer at a rate or a size."""
 
     label: str
@@ -74,7 +74,7 @@ class Line:
 
 
 @dataclass(slots=True, kw_only=True)
-class Sheet:
+class ResultSheet:
     """One workload."""
 
     name: str
@@ -85,18 +85,18 @@ class Sheet:
     rounds: int
     machine: dict[str, str]
     left_out: dict[str, str]
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ResultLine] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """Sentences below the table."""
     problems: list[str] = field(default_factory=list)
     """Of the workload as a whole."""
 
-    def line(self, label: str, peer: str, at: float | None = None) -> Line:
+    def line(self, label: str, peer: str, at: float | None = None) -> ResultLine:
         """The line of that name, which is made if it is not there."""
         for line in self.lines:
             if line.label == label:
                 return line
-        made = Line(label=label, peer=peer, at=at, measured=self.machine["measured"])
+        made = ResultLine(label=label, peer=peer, at=at, measured=self.machine["measured"])
         self.lines.append(made)
         return made
 
@@ -108,7 +108,7 @@ class Sheet:
             f"{self.name}, {line.label}: {problem}" for line in self.lines for problem in line.problems
         ]
 
-    def merged(self, old: Sheet | None) -> Sheet:
+    def merged(self, old: ResultSheet | None) -> ResultSheet:
         """This one, with the lines of an older one that it did not measure again; none if the settings were others."""
         if old is None or old.settings != self.settings or old.name != self.name:
             return self
@@ -142,7 +142,7 @@ class Sheet:
         """To ``<folder>/<name>.json``, together with what is there and was not measured again."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        self.merged(Sheet.read(path) if path.is_file() else None)
+        self.merged(ResultSheet.read(path) if path.is_file() else None)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -151,7 +151,7 @@ class Sheet:
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
             said["columns"] = [Column(**column) for column in said["columns"]]
-            said["lines"] = [Line(**line) for line in said["lines"]]
+            said["lines"] = [ResultLine(**line) for line in said["lines"]]
             return cls(**said)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BenchError(

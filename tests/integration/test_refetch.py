@@ -18,7 +18,7 @@ from keylane.broker import Broker
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.partition_reader import PartitionReader
 from keylane.kafka.settings import KafkaSettings
-from keylane.worker import refetch as rereader_module
+from keylane.worker import refetch as refetch_module
 from keylane.worker.refetch import Refetched, RefetchReader
 from support.topics import Log
 
@@ -32,7 +32,7 @@ PARTITIONS = 3
 
 
 class Caller:
-    """Asks, and gathers what comes on the rereader's thread."""
+    """Makes requests, and gathers what comes on the reader's thread."""
 
     def __init__(self, settings: KafkaSettings, topic: str) -> None:
         self.parts: dict[int, list[Refetched]] = {}
@@ -67,7 +67,7 @@ class Caller:
         assert came, f"{sum(map(self.complete, self.asked))} of {len(self.asked)} tickets came"
 
     def check(self, ticket: int, partition: int, gone: set[int] | frozenset[int] = frozenset()) -> None:
-        """Everything came once, in order from part to part, each as what it is."""
+        """Everything came once, in order from part to part, each with its kind."""
         floor = -1
         records: list[int] = []
         missing: list[int] = []
@@ -152,7 +152,7 @@ def test_exactly_the_offsets_asked_for_come_in_order(callers: Callable[..., Call
 def test_overlapping_requests_share_one_pass(callers: Callable[..., Caller], topic: str) -> None:
     caller = callers(topic)
     partition_of = {ticket: ticket % PARTITIONS for ticket in range(50)}
-    # Lanes as they lie in a log: every key a few thousandths of it, all over it.
+    # Lanes as in a real log: every key has a few thousandths of it, spread all over it.
     for ticket, partition in partition_of.items():
         rng = random.Random(ticket)
         caller.ask(ticket, partition, sorted(rng.sample(range(ticket, 6600), 100)))
@@ -189,8 +189,8 @@ def test_the_same_offset_for_two_tickets_comes_to_both(callers: Callable[..., Ca
 def test_a_request_far_behind_is_served_before_a_long_pass_ends(
     callers: Callable[..., Caller], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_TURN_MESSAGES_MAX", 500)
-    monkeypatch.setattr(rereader_module, "_BATCH_MESSAGES", 50)
+    monkeypatch.setattr(refetch_module, "_TURN_MESSAGES_MAX", 500)
+    monkeypatch.setattr(refetch_module, "_BATCH_MESSAGES", 50)
     caller = callers(topic)
     served: list[int] = []
     deliver = caller.deliver
@@ -269,7 +269,7 @@ def test_a_log_that_ends_too_soon_is_believed_after_a_while(
     caller.ask(1, 2, [6665, 70_000, 80_000])
     time.sleep(2)
     assert not caller.complete(1), "a broker that has just become the leader may know less for a while"
-    monkeypatch.setattr(rereader_module, "_MISSING_SECONDS", 0.5)
+    monkeypatch.setattr(refetch_module, "_MISSING_SECONDS", 0.5)
     caller.wait()
     caller.check(1, 2, {70_000, 80_000})
 
@@ -313,7 +313,7 @@ def test_it_closes_promptly_whatever_it_does(callers: Callable[..., Caller], top
 def test_prefetching_stops_without_requests(
     callers: Callable[..., Caller], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(refetch_module, "_IDLE_SECONDS", 0.1)
     caller = callers(topic)
     caller.ask(1, 0, [1])
     caller.wait()
@@ -329,8 +329,8 @@ def test_prefetching_stops_without_requests(
 def test_a_topic_that_was_deleted_is_an_error(
     callers: Callable[..., Caller], log: Log, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rereader_module, "_MISSING_SECONDS", 0.5)
-    monkeypatch.setattr(rereader_module, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(refetch_module, "_MISSING_SECONDS", 0.5)
+    monkeypatch.setattr(refetch_module, "_SILENT_SECONDS", 1.0)
     log.create(name, partitions=1)
     numbered(log, name, 10, 1)
     caller = callers(name, **{"topic.metadata.propagation.max.ms": "500"})
@@ -359,7 +359,7 @@ def test_settings_the_client_refuses_are_an_error() -> None:
 
 @pytest.mark.slow
 def test_an_outage_is_waited_out(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rereader_module, "_BATCH_MESSAGES", 50)
+    monkeypatch.setattr(refetch_module, "_BATCH_MESSAGES", 50)
     with Broker() as own:
         there = Log(own.bootstrap)
         there.create(name, partitions=PARTITIONS)
@@ -416,7 +416,7 @@ class Seen:
 
 
 class UnreliableConsumer:
-    """Logs with holes, and a client that now and then hands out what it had fetched before it was sent elsewhere."""
+    """Logs with holes, and a client that sometimes returns what it had fetched at its former position."""
 
     def __init__(self, logs: list[list[int]], ends: list[int], rng: random.Random) -> None:
         self.logs = logs
@@ -491,11 +491,11 @@ def test_refetch_delivers_each_offset_once_in_order(data: st.DataObject, seed: i
     partition_of: dict[int, int] = {}
     cancelled: set[int] = set()
     with (
-        mock.patch.object(rereader_module, "_LEAP_OFFSETS_MIN", 20),
-        mock.patch.object(rereader_module, "_TURN_MESSAGES_MAX", 30),
-        mock.patch.object(rereader_module, "_BATCH_MESSAGES", 8),
-        mock.patch.object(rereader_module, "_IDLE_SECONDS", 0.0),
-        mock.patch.object(rereader_module, "_MISSING_SECONDS", -1.0),
+        mock.patch.object(refetch_module, "_LEAP_OFFSETS_MIN", 20),
+        mock.patch.object(refetch_module, "_TURN_MESSAGES_MAX", 30),
+        mock.patch.object(refetch_module, "_BATCH_MESSAGES", 8),
+        mock.patch.object(refetch_module, "_IDLE_SECONDS", 0.0),
+        mock.patch.object(refetch_module, "_MISSING_SECONDS", -1.0),
     ):
         for ticket in range(data.draw(st.integers(1, 12))):
             partition_of[ticket] = data.draw(st.integers(0, 1))
@@ -512,7 +512,7 @@ def test_refetch_delivers_each_offset_once_in_order(data: st.DataObject, seed: i
         steps = 0
         while refetcher.open or not refetcher._orders.empty():
             if not any(part.asked or part.late for part in refetcher._parts.values()):
-                refetcher._orders.put(-1)  # nobody's ticket: not to wait for the next one
+                refetcher._orders.put(-1)  # an unknown ticket: not to wait for the next one
             refetcher._step(consumer)
             steps += 1
             assert steps < 1000
@@ -533,7 +533,7 @@ def test_how_fast_it_is(callers: Callable[..., Caller], log: Log, name: str) -> 
         ("4, far apart", [10, 30_100, 60_200, 99_000]),
     ):
         caller = callers(name)
-        caller.ask(0, 0, [count - 1])  # connected, and nothing of what follows fetched ahead
+        caller.ask(0, 0, [count - 1])  # connected, and nothing beyond it prefetched
         caller.wait()
         scanned, began = caller.refetcher.scanned, time.monotonic()
         caller.ask(1, 0, offsets)

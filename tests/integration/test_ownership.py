@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """What a task has of it: a scribe, a view of the state topic, and its claims."""
+    """What a task has: a transactional writer, a view of the state topic, and its ownership."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ def test_a_zombie_in_the_middle_of_a_transaction_loses_it(log: Log, app: str) ->
 
 
 def test_of_two_that_claim_at_the_same_time_one_is_left(log: Log, app: str) -> None:
-    """Five rounds: whoever is left can write, and everybody else cannot."""
+    """Five rounds: the last owner can write, and all others cannot."""
     owners = [Owner(log.settings, app, f"o{number}") for number in range(3)]
     for number in range(5):
         gate = threading.Barrier(len(owners))
@@ -169,7 +169,7 @@ def test_of_two_that_claim_at_the_same_time_one_is_left(log: Log, app: str) -> N
         assert len(left) <= 1, "two owners at once"
         fresh = Owner(log.settings, app, "next")
         fresh.claim()
-        fresh.commit(200 + number)  # who comes last gets through
+        fresh.commit(200 + number)  # the last owner gets through
         owners = [fresh, *(Owner(log.settings, app, f"n{number}.{i}") for i in range(2))]
 
 
@@ -208,7 +208,7 @@ def test_another_run_is_given_time_to_leave(log: Log, app: str) -> None:
 
 
 def test_run_hidden_by_dead_tasks_is_not_taken_over(log: Log, app: str) -> None:
-    """With exactly_once a task that is killed leaves a transaction open; nobody can read what was written after."""
+    """With exactly_once a killed task leaves a transaction open; records behind it are not readable."""
     take_over(log.settings, app, f"{app}.state", 2, "r1")
     old = Owner(log.settings, app, "old")
     old.claim()
@@ -318,7 +318,7 @@ def test_runs_that_fence_each_other_leave_their_process_alive(log: Log, app: str
 def test_restart_detects_another_run(log: Log, name: str) -> None:
     log.create(f"{name}.in")
     log.create(f"{name}.state", cleanup_policy="compact")
-    check_still_ours(log.settings, name, f"{name}.state")  # nobody's
+    check_still_ours(log.settings, name, f"{name}.state")  # owned by no run
     take_over(log.settings, name, f"{name}.state", 4, "one")
     check_still_ours(log.settings, name, f"{name}.state")
     subprocess.run([sys.executable, "-c", ANOTHER, log.bootstrap, name, "two"], check=True, timeout=30)
@@ -360,7 +360,7 @@ def no_broker(*_given: object) -> dict[int, int]:
 
 
 def test_abandoned_claim_blocks_no_other(log: Log, app: str) -> None:
-    """Its transaction is open, and no claim of it can be read: nobody would know whom to fence."""
+    """Its transaction is open and its claim not readable: without more, no task would know whom to fence."""
     one = Owner(log.settings, app, "one")
     one.writer._client.put((f"{app}.state", b"half", b"a claim", 0))
     one.writer._client._producer.flush(5)
@@ -401,7 +401,7 @@ def test_progress_is_readable_behind_a_dead_open_transaction(log: Log, app: str)
 
 
 def test_rested_view_catches_up_with_later_commits(log: Log, app: str) -> None:
-    """As the planner looks: at the end of the log lies a transaction's mark, of which a reader is told nothing."""
+    """As the planner reads: the log ends in a transaction marker, which a reader is not told about."""
     cluster = Cluster(log.settings)
     view = StateTopic(log.settings, app, f"{app}.state", range(2), "r1", labels=LABELS, rests=True)
     view.restore()

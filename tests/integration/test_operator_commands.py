@@ -47,7 +47,7 @@ LETTER = FailureInfo(
     stage="work", error="E", message="forged", traceback="", attempts=1, failed_at=1.7e9, failures=()
 )
 ACTS_WITHIN = 2.0
-"""Seconds from an operator's command to what comes of it."""
+"""Seconds from an operator's command to its effect."""
 
 
 class Shop:
@@ -77,7 +77,7 @@ class Shop:
         return self.log.send(f"{self.name}.in", messages)
 
     def at(self, value: str) -> str:
-        """Where this message lies in the source."""
+        """The source position of this message."""
         (row,) = (row for row in self.log.read(f"{self.name}.in") if row.value == value.encode())
         return f"{self.name}.in/{row.partition}@{row.offset}"
 
