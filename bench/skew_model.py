@@ -169,7 +169,7 @@ class _World:
             consumer, "t", {0: 0}, capacity=case.capacity, deliver=self._accept, fail=print
         )
         self.table: LaneTable[Any] = LaneTable(
-            let_go=self._evicted,
+            on_evicted=self._evicted,
             fetch=self._read_again,
             room=lambda: self.fetcher.room,
             used=lambda: self.fetcher.buffered,
@@ -229,7 +229,7 @@ class _World:
         if not self._crowded:
             self._evictor.forget()
             return
-        for excess in self._evictor.look(self.table.lanes.values(), self.now, self.fetcher.room):
+        for excess in self._evictor.check(self.table.lanes.values(), self.now, self.fetcher.room):
             self.table.evict(excess.lane, excess.keep, excess.portion)
         self._look_after = self.now + self._evictor.wait
         self._looking = True

@@ -121,7 +121,7 @@ def accounted() -> Iterator[list[float]]:
     places: list[tuple[Any, str]] = [
         (LatencySampler, "done"),
         (LatencySampler, "tick"),
-        (TelemetryWriter, "_tell"),
+        (TelemetryWriter, "_send_snapshot"),
     ]
     kept = [(kind, name, getattr(kind, name)) for kind, name in places]
     for kind, name, call in kept:

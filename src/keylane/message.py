@@ -25,6 +25,8 @@ EVENT_VERSION = "event-version"
 ORIGIN_TIME = "origin-time"
 TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
 """The trace context of W3C."""
+CREATE_TIME = 1
+"""Kafka's code for a timestamp that the producer has set."""
 
 
 class Record(Protocol):
@@ -50,6 +52,62 @@ class Record(Protocol):
 
     def timestamp(self) -> tuple[int, int]:
         """Kind and milliseconds; kind 0 when there is none."""
+
+
+class PlainRecord:
+    """A record made of given values."""
+
+    __slots__ = ("_headers", "_key", "_offset", "_partition", "_timestamp", "_topic", "_value")
+
+    def __init__(
+        self,
+        *,
+        topic: str,
+        partition: int,
+        offset: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Sequence[tuple[str, bytes | None]] | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        self._topic = topic
+        self._partition = partition
+        self._offset = offset
+        self._key = key
+        self._value = value
+        self._headers = headers
+        self._timestamp = timestamp
+
+    def topic(self) -> str:
+        """The topic it is in."""
+        return self._topic
+
+    def partition(self) -> int:
+        """The partition it is in."""
+        return self._partition
+
+    def offset(self) -> int:
+        """Its offset in the partition."""
+        return self._offset
+
+    def key(self) -> bytes | None:
+        """The key, None for a keyless record."""
+        return self._key
+
+    def value(self) -> bytes | None:
+        """The value, None for a tombstone."""
+        return self._value
+
+    def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
+        """Names and values in their order, or None."""
+        return self._headers
+
+    def timestamp(self) -> tuple[int, int]:
+        """Kind and milliseconds; ``(0, 0)`` without a timestamp."""
+        return (0, 0) if self._timestamp is None else (CREATE_TIME, self._timestamp)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._topic}/{self._partition}@{self._offset} key={self._key!r}>"
 
 
 def last(headers: Sequence[tuple[str, bytes | None]], name: str) -> bytes | None:

@@ -25,8 +25,8 @@ from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
-from keylane.telemetry_settings import Telemetry, topic_of
-from keylane.topic_names import dead_letter_topic, ledger_topic, state_topic
+from keylane.telemetry_settings import Telemetry
+from keylane.topic_names import AppTopics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,7 +113,7 @@ class ResourceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppSpec:
+class AppSpec(AppTopics):
     """An app as declared so far. What each setting means: :class:`keylane.App`.
 
     :meth:`validated` looks at the settings, :meth:`check` at the stages, handlers and resources.
@@ -283,26 +283,6 @@ class AppSpec:
         """The slot of a message in its partition's ring: its owner runs the message."""
         # A partition that is not splittable is whole, except for ranges left from a time when its order was "key".
         return slot_of(key if self.order.has_lanes else None, offset)
-
-    @property
-    def dlq(self) -> str:
-        """The topic of the app's dead letters."""
-        return dead_letter_topic(self.name)
-
-    @property
-    def state(self) -> str:
-        """The topic of the app's own state."""
-        return state_topic(self.name)
-
-    @property
-    def ledger_topic(self) -> str:
-        """The topic of the app's ledger, when it keeps one."""
-        return ledger_topic(self.name)
-
-    @property
-    def telemetry_topic(self) -> str:
-        """The topic of the app's telemetry, unless that is off."""
-        return topic_of(self.name)
 
     @property
     def dispatches(self) -> bool:

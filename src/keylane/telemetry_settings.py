@@ -1,15 +1,10 @@
-"""Telemetry settings of an app, and the name of its telemetry topic."""
+"""Telemetry settings of an app."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from keylane.errors import SettingsError
-
-
-def topic_of(app: str) -> str:
-    """The name of an app's telemetry topic."""
-    return f"{app}.telemetry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

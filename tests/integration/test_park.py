@@ -112,7 +112,7 @@ def test_redrive_under_load_keeps_lane_order(
         wait_until(lambda: log.lag(name, f"{name}.in") == 0, 20, "everything is done")
         query.stop()
         assert query.exception() is None
-        assert operator.standing() == []
+        assert operator.open_commands() == []
 
     # The history: every message once, in order, the parked ones later.
     verdict = judge(sent)

@@ -82,13 +82,13 @@ def test_a_redrive_counts_with_its_epoch(log: Log, name: str) -> None:
         assert [done.outcome for done in run.attempt()] == ["ok"]
         worker_session._sessions.clear()  # its executor is lost, and with it the attempt's rows
         assert answer_to(operator, order) is None
-        assert operator.standing() == [order]
+        assert operator.open_commands() == [order]
         assert [done.outcome for done in run.attempt()] == ["ok"]
         run.commit()
         answer = answer_to(operator, order)
         assert answer is not None
         assert (answer.ok, answer.counts) == (True, RedriveCounts(ok=1))
-        assert operator.standing() == []
+        assert operator.open_commands() == []
         assert {p: 0 in letters for p, letters in operator.redriven().items()} == {0: True}
     assert not run.plan()
 

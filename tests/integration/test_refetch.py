@@ -504,15 +504,15 @@ def test_refetch_delivers_each_offset_once_in_order(data: st.DataObject, seed: i
             )
             caller.ask(ticket, partition_of[ticket], sorted(offsets))
             for _ in range(data.draw(st.integers(0, 12))):
-                if refetcher.open or not refetcher._orders.empty():
+                if refetcher.open or not refetcher._queue.empty():
                     refetcher._step(consumer)
             if data.draw(st.integers(0, 9)) == 0 and not caller.complete(ticket):
                 refetcher.cancel(ticket)
                 cancelled.add(ticket)
         steps = 0
-        while refetcher.open or not refetcher._orders.empty():
+        while refetcher.open or not refetcher._queue.empty():
             if not any(part.asked or part.late for part in refetcher._parts.values()):
-                refetcher._orders.put(-1)  # an unknown ticket: not to wait for the next one
+                refetcher._queue.put(-1)  # an unknown ticket: not to wait for the next one
             refetcher._step(consumer)
             steps += 1
             assert steps < 1000

@@ -32,13 +32,13 @@ def test_trickling_results_are_gathered_in_order(
     together: int,
 ) -> None:
     sizes: list[int] = []
-    let_go: Any = KafkaOutput._let_go
+    let_go: Any = KafkaOutput._flush_gathered
 
     def counting(output: KafkaOutput, *args: Any) -> None:
         sizes.append(len(output._gathered))
         let_go(output, *args)
 
-    monkeypatch.setattr(KafkaOutput, "_let_go", counting)
+    monkeypatch.setattr(KafkaOutput, "_flush_gathered", counting)
     log.create(f"{name}.in", f"{name}.out", partitions=2)
     sent = log.send(
         f"{name}.in",

@@ -32,6 +32,7 @@ from keylane.dlq.record import DeadLetter, UnreadableDeadLetter
 from keylane.errors import BrokerError, KeylaneError, SettingsError
 from keylane.kafka.settings import KafkaSettings
 from keylane.state.admin import known_dead_letters
+from keylane.topic_names import dead_letter_topic
 
 app = typer.Typer(
     name="dlq",
@@ -88,7 +89,7 @@ def list_(
     settings = client(bootstrap, option)
     facts = known_dead_letters(settings, name)
     survey = DeadLetterSummary(selection, facts.redriven, every=every, keep=limit if letters else 0)
-    for each in read_dead_letters(settings, f"{name}.dlq"):
+    for each in read_dead_letters(settings, dead_letter_topic(name)):
         survey.add(facts.home.check(each))
     if selection.key is not None and not survey.key_met:
         raise KeylaneError(f"no dead letter of app {name!r} has the key {show_key(selection.key)}")
@@ -163,7 +164,7 @@ app.command()(redrive)
 def _at(settings: KafkaSettings, name: str, partition: int, offset: int) -> DeadLetter | UnreadableDeadLetter:
     found = read_dead_letters(
         settings,
-        f"{name}.dlq",
+        dead_letter_topic(name),
         partitions=[partition],
         start={partition: offset},
         end={partition: offset + 1},
@@ -180,7 +181,7 @@ def _from(settings: KafkaSettings, name: str, partition: int, offset: int) -> li
     """Return the dead letters of one message, the newest last; they are in the partition of the same number."""
     found = [
         each
-        for each in read_dead_letters(settings, f"{name}.dlq", partitions=[partition])
+        for each in read_dead_letters(settings, dead_letter_topic(name), partitions=[partition])
         if isinstance(each, DeadLetter) and (each.source_partition, each.source_offset) == (partition, offset)
     ]
     if not found:

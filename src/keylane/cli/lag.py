@@ -90,9 +90,9 @@ def lag(
         if watch:
             _watch(watched, who, source, as_json=as_json)
         else:
-            watched.look()
+            watched.measure()
             time.sleep(over or (_APP_OBSERVED_SECONDS if group is None else _GROUP_OBSERVED_SECONDS))
-            view = watched.look()
+            view = watched.measure()
             if view is None:
                 raise BrokerError("the broker did not answer two requests")
             if as_json:
@@ -111,7 +111,7 @@ def _watch(watched: LagMonitor, who: str, source: str, *, as_json: bool) -> None
     """Refresh until Ctrl-C. An unreachable broker is shown as a line; it does not end the command."""
     if as_json:
         while True:
-            view = _look(watched)
+            view = _measure(watched)
             if isinstance(view, LagView):
                 typer.echo(json.dumps(facts(who, source, view)))
             elif view is not None:
@@ -127,7 +127,7 @@ def _watch(watched: LagMonitor, who: str, source: str, *, as_json: bool) -> None
             screen=console.is_terminal,
         ) as live:
             while True:
-                view = _look(watched)
+                view = _measure(watched)
                 if view is not None:
                     last = shown(who, source, view, console.width) if isinstance(view, LagView) else view
                     live.update(last, refresh=True)
@@ -137,9 +137,9 @@ def _watch(watched: LagMonitor, who: str, source: str, *, as_json: bool) -> None
             console.print(last)
 
 
-def _look(watched: LagMonitor) -> LagView | str | None:
+def _measure(watched: LagMonitor) -> LagView | str | None:
     try:
-        return watched.look()
+        return watched.measure()
     except BrokerError as error:
         return safe(f"{error}; retrying")
 

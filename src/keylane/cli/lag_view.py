@@ -100,7 +100,7 @@ def _reasons(view: LagView, one: PartitionView) -> Iterator[str]:
             yield from _task_reasons(task, one.partition)
     if one.movement.lag and one.movement.done <= 0 and one.pace is not LagTrend.NOT_RUNNING:
         known = one.blocked is not None or one.retried is not None or view.starting is not None
-        yield from _standing(one, known=known)
+        yield from _stalled(one, known=known)
 
 
 def _lane_reasons(view: LagView, one: PartitionView) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _task_reasons(task: Snapshot, partition: int) -> Iterator[str]:
         yield "paused: the task's buffer is full"
 
 
-def _standing(one: PartitionView, *, known: bool) -> Iterator[str]:
+def _stalled(one: PartitionView, *, known: bool) -> Iterator[str]:
     """Yield why nothing moves: a hanging message, slow work, or too short a measurement to tell."""
     key = "" if one.oldest is None or one.oldest.key is None else f" (key {_key(one.oldest.key)})"
     at = one.reached if one.oldest is None else one.oldest.offset
@@ -141,7 +141,7 @@ def _standing(one: PartitionView, *, known: bool) -> Iterator[str]:
             took = "" if work.slowest is None else f"; the slowest message took {_brief(work.slowest)}"
             yield f"{counted(work.in_flight, 'message')} in flight, none finished in {age(work.idle)}{took}"
     elif one.pace is LagTrend.STUCK and not known:
-        seconds = one.standing if work is None else work.standing
+        seconds = one.stalled if work is None else work.stalled
         others = " while other messages finish" if work is not None and work.idle < work.patience else ""
         yield f"nothing moved past offset {at}{key} for {age(seconds)}{others}"
     elif work is None and not known:

@@ -169,7 +169,7 @@ def outcome(action: AuditEntry) -> str:
     if action.answer is not None:
         soon = f"{max(0.0, action.answer.at - action.at):.1f} s later"
         return f"{action.answer.result}, by {action.answer.owner} {soon}"
-    return "waiting to be carried out" if action.stands else "not carried out: its message is gone"
+    return "waiting to be carried out" if action.open else "not carried out: its message is gone"
 
 
 def action_facts(action: AuditEntry) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def action_facts(action: AuditEntry) -> dict[str, Any]:
         "cancels": action.withdraws or None,
         "who": action.who,
         "at": action.at,
-        "waiting": action.stands,
+        "waiting": action.open,
         "answer": None if action.answer is None else answer_facts(action.answer),
     }
 

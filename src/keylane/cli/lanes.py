@@ -77,7 +77,7 @@ def list_(
     keylane lanes list chat --json | jq '.[] | select(.state == "blocked") | .key'
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with AdminClient(client(bootstrap, option), name) as operator:
-        found = stopped_lanes(operator.lanes(), operator.standing())
+        found = stopped_lanes(operator.lanes(), operator.open_commands())
     if as_json:
         typer.echo(json.dumps([lane_facts(lane) for lane in found]))
     else:
@@ -103,7 +103,7 @@ def show(
     named = Named.parse(key, at)
     settings = client(bootstrap, option)
     with AdminClient(settings, name) as operator:
-        found = named.of(stopped_lanes(operator.lanes(), operator.standing()))
+        found = named.of(stopped_lanes(operator.lanes(), operator.open_commands()))
         actions = operator.audit()
     if not found:
         partition, offset = named.at or (next((a.partition for a in actions if a.key == named.key), 0), None)
@@ -206,7 +206,7 @@ def cancel(
     with AdminClient(client(bootstrap, option), name) as operator:
         commands = [
             command
-            for command in operator.standing()
+            for command in operator.open_commands()
             if command_id in (None, command.id) and (named is None or named.takes(command))
         ]
         if not commands and not every:
@@ -255,7 +255,7 @@ def _carry_out(
 ) -> None:
     """Give the commands, wait for the results, and print them. ``named`` is None for all blocked lanes."""
     name = operator.app
-    lanes = _blocked(name, stopped_lanes(operator.lanes(), operator.standing()), named)
+    lanes = _blocked(name, stopped_lanes(operator.lanes(), operator.open_commands()), named)
     commands, fresh = [], []
     for lane in lanes:
         same = [command for command in lane.commands if command.offset == lane.offset]  # for the same message

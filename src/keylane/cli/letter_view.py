@@ -14,6 +14,7 @@ from keylane.cli.keys import printable, show_key
 from keylane.cli.layout import block, brief, cell, counted, fact, local, print_table, table
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
 from keylane.safe_text import show_bytes
+from keylane.topic_names import dead_letter_topic
 
 SHOWN_CHARACTERS = 4000
 SHOWN_BYTES = 512
@@ -39,7 +40,7 @@ def list_facts(name: str, survey: DeadLetterSummary, limit: int, *, letters: boo
         }
     return {
         "app": name,
-        "topic": f"{name}.dlq",
+        "topic": dead_letter_topic(name),
         "letters": survey.letters,
         "lanes": survey.lanes,
         **shown,

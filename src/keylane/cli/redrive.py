@@ -29,7 +29,7 @@ from keylane.cli.arguments import (
 )
 from keylane.cli.keys import key_argument, parse_key, printable, show_key
 from keylane.cli.layout import counted
-from keylane.cli.redrive_selection import Place, RedriveSelection, Takes, order_for
+from keylane.cli.redrive_selection import Place, RedriveSelection, Takes, command_for
 from keylane.cli.redrive_view import RedriveReport, plan_facts, print_plan
 from keylane.dlq.reader import read_dead_letters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
@@ -38,6 +38,7 @@ from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AdminClient, CommandResults
 from keylane.state.commands import Command
+from keylane.topic_names import dead_letter_topic
 
 NO_ANSWER_SECONDS = 5.0
 """Seconds without a sign of the app after which it is reported as not running."""
@@ -116,12 +117,13 @@ def redrive(
     with AdminClient(settings, name) as operator:
         choice = _choose(settings, name, way, operator)
         lots = choice.lots()
-        standing: dict[Place, list[Command]] = {}
-        for command in operator.standing():
+        open_commands: dict[Place, list[Command]] = {}
+        for command in operator.open_commands():
             if command.do == "redrive":
-                standing.setdefault((command.partition, command.key), []).append(command)
+                open_commands.setdefault((command.partition, command.key), []).append(command)
         commands = [
-            order_for(name, lot, standing.get((lot.partition, lot.key), ()), whole=way.whole) for lot in lots
+            command_for(name, lot, open_commands.get((lot.partition, lot.key), ()), whole=way.whole)
+            for lot in lots
         ]
         if dry_run or not lots:
             if as_json:
@@ -130,7 +132,7 @@ def redrive(
                 print_plan(name, choice, lots, whole=way.whole)
             return
         before = _redriven(operator)
-        stood = {command.id for group in standing.values() for command in group}
+        stood = {command.id for group in open_commands.values() for command in group}
         operator.give(command for command in commands if command.id not in stood)
         heard = None if no_wait else _wait(operator, commands, wait, before)
     report = RedriveReport(name, choice, lots, commands, heard)
@@ -172,7 +174,7 @@ def _choose(settings: KafkaSettings, name: str, way: _Way, operator: AdminClient
     met = False
     missing = set(way.places)
     partitions = sorted({partition for partition, _ in missing}) or None
-    for each in read_dead_letters(settings, f"{name}.dlq", partitions=partitions):
+    for each in read_dead_letters(settings, dead_letter_topic(name), partitions=partitions):
         checked = operator.home.check(each, former=(each.partition, each.offset) in way.places)
         choice.add(checked)
         met = met or each.key == way.key

@@ -147,7 +147,7 @@ class RedriveSelection:
         return [lot for lot in self._lots.values() if lot.chosen or (lot.parked and not len(lot))]
 
 
-def order_for(app: str, lot: LaneSelection, standing: Iterable[Command], *, whole: bool) -> Command:
+def command_for(app: str, lot: LaneSelection, open_commands: Iterable[Command], *, whole: bool) -> Command:
     """Return the command that redrives this lane's selection, reusing an equal one that is waiting.
 
     ``whole``: all of the lane's dead letters, also those that arrive meanwhile. A parked lane is always redriven
@@ -162,7 +162,7 @@ def order_for(app: str, lot: LaneSelection, standing: Iterable[Command], *, whol
             f"Use: keylane dlq redrive {app}{_lane_option(lot)}"
         )
     letters: tuple[int, ...] | None = None if whole or lot.parked else lot.letters()
-    for command in standing:
+    for command in open_commands:
         if command.letters is None or (letters is not None and set(letters) <= set(command.letters)):
             return command
     command = new_command("redrive", partition=lot.partition, key=lot.key, letters=letters)

@@ -13,6 +13,7 @@ from keylane.cli.keys import show_key
 from keylane.cli.layout import counted
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.topic_names import ledger_topic
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -51,7 +52,7 @@ def verify(
     settings = client(bootstrap, option)
     began = None if since is None else int(moment(since, time.time(), "--since") * 1000)
     Cluster(settings).partitions(
-        f"{name}.ledger", f"the ledger of app {name!r}, topic"
+        ledger_topic(name), f"the ledger of app {name!r}, topic"
     )  # before Spark is started
     from keylane.spark.spark_session import session  # noqa: PLC0415 - only now Spark is needed
 
@@ -82,7 +83,7 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
         return spark.read.format("keylane.topic").schema(columns).options(**options).load()
 
     def ledger(**more: str) -> DataFrame:
-        return read_ledger(topic(f"{name}.ledger", "key BINARY, value BINARY", **more))
+        return read_ledger(topic(ledger_topic(name), "key BINARY, value BINARY", **more))
 
     cluster = Cluster(settings)
     first = ledger().select("topic").where("topic > ''").first()

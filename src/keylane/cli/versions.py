@@ -51,7 +51,7 @@ def show(
         partition = _home(marks, entity, operator.partitions)
         kept = operator.attempts().get(partition, {})
         ordered = [
-            command for command in operator.standing() if (command.do, command.key) == ("reset", entity)
+            command for command in operator.open_commands() if (command.do, command.key) == ("reset", entity)
         ]
     slot = slot_of(entity, 0)
     waiting = sorted(offset for offset, one in kept.items() if one.waited and one.slot == slot)

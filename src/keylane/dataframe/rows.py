@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from keylane.errors import SettingsError
-from keylane.message import EVENT_ID
+from keylane.message import EVENT_ID, PlainRecord
 from keylane.outcome import Outcome
 from keylane.spark import outcomes
 
@@ -48,10 +48,14 @@ class FramePlan:
     """A stream: Spark does not sort its rows."""
 
 
-class FrameRecord:
-    """A row with the interface of a Kafka record."""
+class FrameRecord(PlainRecord):
+    """A row as a record.
 
-    __slots__ = ("_headers", "_key", "_offset", "_partition", "_time", "_topic", "_value", "order")
+    Without columns for them, its topic is the app's source, and its partition and offset are the numbers of the Spark
+    task and of the row in it.
+    """
+
+    __slots__ = ("order",)
 
     def __init__(
         self,
@@ -62,40 +66,17 @@ class FrameRecord:
         headers: Headers | None,
         order: tuple[Any, ...],
     ) -> None:
-        self._key = key
-        self._value = value
-        self._topic, self._partition, self._offset = place
-        self._time = time
-        self._headers = headers
+        topic, partition, offset = place
+        super().__init__(
+            topic=topic,
+            partition=partition,
+            offset=offset,
+            key=key,
+            value=value,
+            headers=headers,
+            timestamp=time,
+        )
         self.order = order
-
-    def topic(self) -> str:
-        """The row's topic, or else the app's source."""
-        return self._topic
-
-    def partition(self) -> int:
-        """The row's partition, or else the number of the Spark task."""
-        return self._partition
-
-    def offset(self) -> int:
-        """The row's offset, or else its number in the task."""
-        return self._offset
-
-    def key(self) -> bytes | None:
-        """The key; None for a row with a lane of its own."""
-        return self._key
-
-    def value(self) -> bytes | None:
-        """The value as bytes."""
-        return self._value
-
-    def headers(self) -> Headers | None:
-        """The row's headers, with the event id if a column has it."""
-        return self._headers
-
-    def timestamp(self) -> tuple[int, int]:
-        """Kind and milliseconds, as in the Kafka client."""
-        return (0, -1) if self._time is None else (1, self._time)
 
 
 class FrameRows:

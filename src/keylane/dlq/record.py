@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from keylane.message import CREATE_TIME
 from keylane.offsets.identity import TopicIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from keylane.policies.failure_info import FailedAttempt
-
-_CREATE_TIME = 1  # Kafka's number for a timestamp that the producer has set
 
 
 class DeadLetterKind(StrEnum):
@@ -189,4 +188,4 @@ class DeadLetterMessage:
     def timestamp(self) -> tuple[int, int]:
         """Kind and milliseconds; ``(0, 0)`` if the message had no timestamp."""
         at = self.letter.timestamp
-        return (0, 0) if at is None else (_CREATE_TIME, at)
+        return (0, 0) if at is None else (CREATE_TIME, at)

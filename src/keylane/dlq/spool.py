@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 from keylane.dlq.spool_format import SpooledDeadLetter, SpoolReader, frame
 from keylane.errors import KeylaneError
+from keylane.topic_names import dead_letter_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,7 +81,7 @@ class Spool:
 
     def __init__(self, folder: Path, app: str, cluster: str) -> None:
         self._folder = folder_of(folder, app, cluster)
-        self._topic = f"{app}.dlq"  # the only valid topic of a letter
+        self._topic = dead_letter_topic(app)  # the only valid topic of a letter
         self._lock = threading.Lock()  # protects _active
         self._shipping = threading.Lock()
         self._active: _Active | None = None  # the file that append() writes to

@@ -101,7 +101,7 @@ class DeadLetterWriter:
         self._unanswered += 1
         self._answered.clear()
 
-        def told(problem: str | None) -> None:
+        def recorded(problem: str | None) -> None:
             self._unanswered -= 1
             if not self._unanswered:
                 self._answered.set()
@@ -136,19 +136,19 @@ class DeadLetterWriter:
             timestamp=int(at * 1000),
         )
         if self._writer is not None:
-            self._exactly(self._writer, entry, (delivery.partition, delivery.offset), kind, told)
+            self._exactly(self._writer, entry, (delivery.partition, delivery.offset), kind, recorded)
             return
         if self._sour and self._loop.time() < self._sour_until and kind != "parked":
-            self._to_spool(entry, self._sour, told)
+            self._to_spool(entry, self._sour, recorded)
             return
 
         def answered(problem: str | None, alone: bool) -> None:
             self._sour = "" if alone else problem or ""
             self._sour_until = self._loop.time() + _SHIP_INTERVAL_SECONDS
             if problem is None or kind == "parked":
-                told(problem)
+                recorded(problem)
             else:
-                self._to_spool(entry, problem, told)
+                self._to_spool(entry, problem, recorded)
 
         self._send(entry, answered)
 

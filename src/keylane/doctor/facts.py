@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keylane.lanes.ordering import KEY
-from keylane.topic_names import dead_letter_topic, ledger_topic, state_topic
+from keylane.topic_names import AppTopics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ class SparkFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppFacts:
+class AppFacts(AppTopics):
     """The settings of the app that the doctor checks. ``source`` is None when only a name was given."""
 
     name: str
@@ -64,21 +64,6 @@ class AppFacts:
     """The most tasks that its options allow; None: no limit."""
     spool: Path | None = None
     """The folder for dead letters that their topic refuses; None: the default folder."""
-
-    @property
-    def dlq(self) -> str:
-        """The topic of its dead letters."""
-        return dead_letter_topic(self.name)
-
-    @property
-    def state(self) -> str:
-        """Its state topic."""
-        return state_topic(self.name)
-
-    @property
-    def ledger_topic(self) -> str:
-        """The topic of its ledger."""
-        return ledger_topic(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ class Batcher:
 
     def hurry(self) -> None:
         """For the drain: no new messages will arrive, so no batch waits for them."""
-        self._look_soon()
+        self._check_soon()
 
     async def call(self, message: Message) -> Any:
         """The message's result, once its batch has run. Raises the message's failure."""
@@ -244,14 +244,14 @@ class Batcher:
         elif not batch.due:
             if batch.timer is None and self._wait:
                 batch.timer = self._loop.call_later(self._wait, self._due, batch)
-            self._look_soon()
+            self._check_soon()
 
-    def _look_soon(self) -> None:
+    def _check_soon(self) -> None:
         if not self._looking:
             self._looking = True
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Close the growing batch if waiting for more messages is useless."""
         self._looking = False
         lanes = self._lanes
@@ -259,7 +259,7 @@ class Batcher:
         if lanes is None or not growing or all(batch.due for batch in growing):
             return
         if lanes.startable:  # a runner is on its way to them
-            self._look_soon()
+            self._check_soon()
         elif (
             lanes.closed
             or not self._wait

@@ -37,8 +37,8 @@ class BufferCapacity:
         self._clock = clock
         self._room = room
         self._evictor: LaneEvictor[Delivery] = LaneEvictor()
-        self._timer: asyncio.TimerHandle | None = None  # written by _look(): runs while room is scarce
-        self._look_after = 0.0 if evicts else inf  # written by _look(): time of the loop
+        self._timer: asyncio.TimerHandle | None = None  # written by _check(): runs while room is scarce
+        self._look_after = 0.0 if evicts else inf  # written by _check(): time of the loop
 
     @property
     def buffered(self) -> int:
@@ -58,22 +58,22 @@ class BufferCapacity:
     def arrived(self, now: float) -> None:
         """Messages have arrived: start to look at the lanes if room is scarce."""
         if now >= self._look_after and self._timer is None and self.crowded:
-            self._look()
+            self._check()
 
     def close(self) -> None:
         """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Evict what single lanes will not run soon, and look again later, until there is room."""
         self._timer = None
         evictor, now = self._evictor, self._clock.now()
         if self._table.closed or not self.crowded:
             evictor.forget()
             return
-        for eviction in evictor.look(self._table.lanes.values(), now, self._room()):
+        for eviction in evictor.check(self._table.lanes.values(), now, self._room()):
             self._table.evict(eviction.lane, eviction.keep, eviction.portion)
         self._look_after = now + evictor.wait
         # By a timer, because nothing arrives while there is no room.
-        self._timer = self._clock.at(self._look_after, self._look)
+        self._timer = self._clock.at(self._look_after, self._check)

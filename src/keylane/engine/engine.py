@@ -138,7 +138,7 @@ class Engine:
         )
         table_class = LaneTable if app.versions is None else VersionedTable
         self.table: LaneTable[Delivery] = table_class(
-            let_go=self.refetches.evicted,
+            on_evicted=self.refetches.evicted,
             fetch=self._refetch if self.refetches.possible else None,
             room=room,
             used=used or (lambda: self.capacity.buffered + self.refetches.incoming),
@@ -209,7 +209,7 @@ class Engine:
                 clock=self.clock,
                 life=self.life,
             )
-            self.stopped_lanes.on_redriven = self.versions.go_on
+            self.stopped_lanes.on_redriven = self.versions.resume
         self._runner = MessageRunner(
             app,
             pipeline=self._pipeline,
@@ -397,7 +397,7 @@ class Engine:
             held=self.held,
             done=self.counters.done,
             outcomes=self.outcomes,
-            early=0 if self.versions is None else self.versions.holding,
+            early=0 if self.versions is None else self.versions.waiting_count,
             retries=self.counters.retries,
             runners=len(self._pool),
         )

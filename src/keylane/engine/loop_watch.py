@@ -75,7 +75,7 @@ class LoopWatch:
             return
         self._mark(asyncio.get_running_loop())
         me = threading.get_ident()
-        threading.Thread(target=self._look, args=(me,), name="keylane-loop-watch", daemon=True).start()
+        threading.Thread(target=self._check, args=(me,), name="keylane-loop-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -87,7 +87,7 @@ class LoopWatch:
         self._beat = time.monotonic()
         self._timer = loop.call_later(_BEAT_SECONDS, self._mark, loop)
 
-    def _look(self, thread: int) -> None:
+    def _check(self, thread: int) -> None:
         wait = _BEAT_SECONDS
         while not self._ended.wait(wait):
             now = time.monotonic()

@@ -74,7 +74,7 @@ class MessageRunner:
         # Almost always empty.
         records, redrives, repeated = (
             self._stopped_lanes.records,
-            self._stopped_lanes.held,
+            self._stopped_lanes.redriving,
             self._duplicates.waiting,
         )
         versioned = self._versions is not None

@@ -36,7 +36,7 @@ class RedriveItem:
 class Redriver:
     """Runs letters of one engine again. Used on its loop only.
 
-    The lanes must be held (:meth:`Stops.hold`) before the letters are looked for, until all of them went through.
+    Call :meth:`StoppedLanes.begin_redrive` for the lanes before reading the letters, and end it when all have run.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,13 +44,13 @@ class Redriver:
         self._left: set[Delivery] = set()
         self._through: asyncio.Future[None] | None = None
 
-    async def settled(self, keys: Collection[bytes]) -> None:
+    async def wait_until_quiet(self, keys: Collection[bytes]) -> None:
         """Wait until nothing of these lanes is on its way to the dead letters: then all their letters are there."""
-        stops = self._engine.stopped_lanes
-        while not all(stops.settled(key) for key in keys):  # noqa: ASYNC110 - seldom, and soon over
+        stopped_lanes = self._engine.stopped_lanes
+        while not all(stopped_lanes.is_quiet(key) for key in keys):  # noqa: ASYNC110 - seldom, and soon over
             await asyncio.sleep(0.02)
         for key in keys:
-            stops.renew(key)
+            stopped_lanes.restart_redrive(key)
 
     def ran_before(self, record: Record) -> None:
         """Note a letter that was redriven, maybe in an earlier task: a letter that repeats its event does not run."""
@@ -70,14 +70,14 @@ class Redriver:
             return all_
         self._left = set(all_)
         self._through = asyncio.get_running_loop().create_future()
-        stops = self._engine.stopped_lanes
+        stopped_lanes = self._engine.stopped_lanes
         for key, deliveries in lanes.items():
-            stops.redrive(key, deliveries)
+            stopped_lanes.redrive(key, deliveries)
         while not self._through.done():
             await asyncio.wait([self._through], timeout=_OFFER_SECONDS)
             for key in lanes:
-                if key is not None and stops.held[key].waits:
-                    stops.offer(key)
+                if key is not None and stopped_lanes.redriving[key].waits:
+                    stopped_lanes.offer(key)
         return all_
 
     def done(self, delivery: Delivery) -> None:

@@ -56,7 +56,7 @@ class LaneScheduler:
 
     def wait_for_breaker(self, lane: Lane[Delivery]) -> None:
         """The head's stage may not be called until :meth:`resume`."""
-        self._table.hold(lane, self._clock.now())
+        self._table.suspend(lane, self._clock.now())
 
     def resume(self, lane: Lane[Delivery]) -> None:
         """A lane that waited or was stopped may run again."""

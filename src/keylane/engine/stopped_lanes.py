@@ -71,7 +71,7 @@ class StoppedLanes:
         read_to: Callable[[int], int | None],
     ) -> None:
         self.records: dict[Name, LaneRecord] = {}
-        self.held: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are being redriven
+        self.redriving: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are being redriven
         self.on_redriven: Callable[[bytes], None] = lambda _key: None  # written by the engine, once
         self._output = output
         self._lanes = lanes
@@ -93,20 +93,20 @@ class StoppedLanes:
         ] = {}  # letters whose message may come from the log again
         self._full: dict[Name, FailureInfo] = {}  # complete failures of parked messages with shorter records
 
-    def restore(self, records: Iterable[LaneRecord], held: Iterable[bytes] = ()) -> None:
+    def restore(self, records: Iterable[LaneRecord], redriving: Iterable[bytes] = ()) -> None:
         """Take over the records of earlier tasks. Call it before anything is accepted."""
         for record in records:
             self.records[_name(record)] = record
             if record.stop is LaneStatus.BLOCKED:
                 self._attempts.forget(record.partition, record.offset)
-        for key in held:
-            self.hold(key)
+        for key in redriving:
+            self.begin_redrive(key)
 
     def may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         """True if the lane's head may run now. If not, it has been dealt with."""
         redriven = delivery.redriven
         key: bytes | None = lane.key  # type: ignore[assignment]  # the engine's lanes have no other keys
-        redrive = None if key is None else self.held.get(key)
+        redrive = None if key is None else self.redriving.get(key)
         if redrive is not None and key is not None:
             if redriven and redrive.state is RedriveState.OVER:
                 self._leave(lane, delivery)
@@ -249,8 +249,8 @@ class StoppedLanes:
         if record is None:
             return
         self._parking.add(record.key)
-        if record.key is not None and record.key in self.held:
-            self.held[record.key].give_up()
+        if record.key is not None and record.key in self.redriving:
+            self.redriving[record.key].give_up()
 
         def recorded(problem: str | None) -> None:
             self._parking.discard(record.key)
@@ -270,10 +270,10 @@ class StoppedLanes:
             delivery, letter, LaneStatus.PARKED, self._clock.wall(), why="it failed again when redriven"
         )
         self.records[_name(record)] = record
-        if record.key is not None and record.key in self.held:
-            self.held[record.key].give_up()
+        if record.key is not None and record.key in self.redriving:
+            self.redriving[record.key].give_up()
         self._leave(lane, delivery)
-        self._note(record.partition, record.name, record.encode(), _unheard)
+        self._note(record.partition, record.name, record.encode(), _log_problem)
 
     def _park(self, lane: Lane[Delivery], delivery: Delivery, record: LaneRecord) -> None:
         delivery.outcome = Outcome.PARKED
@@ -326,7 +326,7 @@ class StoppedLanes:
                 delivery, stage=letter.stage, attempts=letter.attempts, error=letter.message, stop="blocked"
             ),
         )
-        self._note(record.partition, record.name, record.encode(), _unheard)
+        self._note(record.partition, record.name, record.encode(), _log_problem)
         self._attempts.forget(record.partition, record.offset)  # in the record's transaction or a later one
         self._life.changed()
 
@@ -405,21 +405,21 @@ class StoppedLanes:
 
     def _forget(self, name: Name, record: LaneRecord) -> None:
         del self.records[name]
-        self._note(record.partition, record.name, None, _unheard)
+        self._note(record.partition, record.name, None, _log_problem)
 
     # A redrive.
 
-    def hold(self, key: bytes) -> None:
+    def begin_redrive(self, key: bytes) -> None:
         """Make newer messages of this lane wait; none starts before the lane's letters are known."""
-        if key not in self.held:
-            self.renew(key)
+        if key not in self.redriving:
+            self.restart_redrive(key)
 
-    def renew(self, key: bytes) -> None:
+    def restart_redrive(self, key: bytes) -> None:
         """The lane's letters are read from the beginning: failures of an earlier redrive no longer count."""
         record = self.records.get(key)
-        self.held[key] = LaneRedrive(parked=record is not None and record.stop is LaneStatus.PARKED)
+        self.redriving[key] = LaneRedrive(parked=record is not None and record.stop is LaneStatus.PARKED)
 
-    def settled(self, key: bytes) -> bool:
+    def is_quiet(self, key: bytes) -> bool:
         """True if nothing of this lane runs or is becoming a dead letter."""
         lane = self._lanes.get(key)
         if key in self._parking:
@@ -428,11 +428,11 @@ class StoppedLanes:
 
     def is_over(self, key: bytes | None) -> bool:
         """True if a message of this lane failed and the remaining letters stay where they are."""
-        return key is not None and key in self.held and self.held[key].state is RedriveState.OVER
+        return key is not None and key in self.redriving and self.redriving[key].state is RedriveState.OVER
 
     def is_parked(self, key: bytes) -> bool:
         """True if this lane is parked and being redriven."""
-        return key in self.held and self.held[key].parked
+        return key in self.redriving and self.redriving[key].parked
 
     def redrive(self, key: bytes | None, deliveries: Sequence[Delivery]) -> None:
         """Run redriven messages, oldest first, each in its place: call :meth:`offer` until all are in their lane."""
@@ -440,12 +440,12 @@ class StoppedLanes:
             for delivery in deliveries:
                 self._insert(None, [delivery])
             return
-        self.held[key].give(deliveries)
+        self.redriving[key].give(deliveries)
         self.offer(key)
 
     def offer(self, key: bytes) -> None:
         """Insert the redriven messages whose turn it is; while the lane is running this happens at its turns."""
-        redrive, lane = self.held[key], self._lanes.get(key)
+        redrive, lane = self.redriving[key], self._lanes.get(key)
         if lane is not None and lane.head is not None and lane.state is not LaneState.STOPPED:
             return
         if lane is not None and lane.state is LaneState.RETURNING:
@@ -460,9 +460,9 @@ class StoppedLanes:
         if due:
             self._insert(key, due)
         elif key in self._kept_back and redrive.may_pass:
-            self._go_on(key)
+            self._resume(key)
 
-    def _go_on(self, key: bytes) -> None:
+    def _resume(self, key: bytes) -> None:
         """Resume a lane that waited because of its redrive."""
         lane = self._lanes.get(key)
         if key in self._kept_back and lane is not None:
@@ -528,22 +528,22 @@ class StoppedLanes:
         del self._duplicates.waiting[place]
         return False
 
-    def withdraw(self, key: bytes) -> None:
+    def cancel_redrive(self, key: bytes) -> None:
         """Cancel the redrive of this lane: letters that have not started stay where they are."""
-        if key in self.held:
-            self.held[key].give_up()
+        if key in self.redriving:
+            self.redriving[key].give_up()
 
-    def let_go(self, key: bytes) -> None:
+    def end_redrive(self, key: bytes) -> None:
         """End the redrive of this lane. A parked lane is no longer parked, unless it was parked again."""
         record = self.records.get(key)
 
         def recorded(_problem: str | None) -> None:
-            self.held.pop(key, None)
-            self._go_on(key)
+            self.redriving.pop(key, None)
+            self._resume(key)
             self.on_redriven(key)
 
         if self.is_parked(key) and record is not None:
-            self.held[key].parked = False
+            self.redriving[key].parked = False
             lane = self._lanes.get(key)
             if lane is not None and lane.head is not None:
                 self._begin_again(lane.head, record)
@@ -565,6 +565,6 @@ def _not_blocked(partition: int, offset: int) -> str:
     return f"nothing to do: message {partition}@{offset} is not blocked any more"
 
 
-def _unheard(problem: str | None) -> None:
+def _log_problem(problem: str | None) -> None:
     if problem is not None:
         log.warning("the record of a lane could not be written: %s", problem)

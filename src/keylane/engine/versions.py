@@ -77,7 +77,7 @@ class VersionedTable(LaneTable[Delivery]):
         return self.take()
 
 
-class _Held:
+class _WaitingMessage:
     """A message that waits for an earlier version. ``delivery`` is None while it is evicted."""
 
     __slots__ = (
@@ -109,7 +109,7 @@ class _Held:
         self.waits = True
         self.over = False  # it has waited long enough
 
-    def __lt__(self, other: _Held) -> bool:
+    def __lt__(self, other: _WaitingMessage) -> bool:
         return (self.version, self.offset) < (other.version, other.offset)
 
 
@@ -131,7 +131,7 @@ class Versions:
         clock: Clock,
         life: Lifecycle,
     ) -> None:
-        self.holding = 0  # messages that wait or are being read again
+        self.waiting_count = 0  # messages that wait or are being read again
         self._rule = rule
         self._pipeline = pipeline
         self._lanes = lanes
@@ -158,12 +158,12 @@ class Versions:
             Name, tuple[VersionMark, int]
         ] = {}  # entities with messages that passed and are not done: how many
         self._marks: dict[Place, VersionMark] = {}  # the marks of those messages
-        self._held: dict[bytes, list[_Held]] = {}  # by key, ascending
+        self._waiting: dict[bytes, list[_WaitingMessage]] = {}  # by key, ascending
         self._back: dict[bytes, Place] = {}  # by key, the message that came back and has not had its turn
-        self._over: dict[Place, _Held] = {}  # those of them that have waited long enough
+        self._over: dict[Place, _WaitingMessage] = {}  # those of them that have waited long enough
         self._in_memory = 0
         self._memory = max(1, app.max_buffered // 4)
-        self._due: list[tuple[float, int, bytes, _Held]] = []
+        self._due: list[tuple[float, int, bytes, _WaitingMessage]] = []
         self._numbering = count()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -221,7 +221,7 @@ class Versions:
         self._changed[name] = mark
 
     def changed(self, without: Collection[int] = ()) -> dict[Name, VersionMark]:
-        """Versions to commit with the current progress; without these partitions, whose progress is held back."""
+        """Versions to commit with the current progress; without these partitions, whose progress is waiting back."""
         if not without:
             return dict(self._changed)
         return {name: entry for name, entry in self._changed.items() if name[0] not in without}
@@ -237,7 +237,7 @@ class Versions:
 
     def note_waits(self, kept: dict[int, dict[int, RetryState]]) -> None:
         """Add when messages started waiting, by partition and offset, so that a restart does not reset it."""
-        waits = (one for held in self._held.values() for one in held)
+        waits = (one for waiting in self._waiting.values() for one in waiting)
         for one in chain(islice(waits, _RECORDED_WAITS_MAX), self._over.values()):
             if not one.redriven:
                 found = kept.setdefault(one.partition, {})
@@ -250,13 +250,13 @@ class Versions:
     @property
     def resting(self) -> bool:
         """True if no waiting message will move without help: there is none, or its lane has stopped."""
-        if not self._held:
-            return not self.holding  # otherwise some are being read again
-        if self.holding != sum(map(len, self._held.values())):
+        if not self._waiting:
+            return not self.waiting_count  # otherwise some are being read again
+        if self.waiting_count != sum(map(len, self._waiting.values())):
             return False
-        return all(self._stopped(key) for key in self._held)
+        return all(self._stopped(key) for key in self._waiting)
 
-    def go_on(self, key: bytes) -> None:
+    def resume(self, key: bytes) -> None:
         """The waiting messages of this lane may come back again."""
         self._bring_next(key)
 
@@ -315,17 +315,19 @@ class Versions:
             self._over.pop(place, None)
             self._fail(lane, delivery, Poison(self._vain(version, mark, waited=over)))
             return False
-        self._hold(lane, delivery, version)
+        self._set_aside(lane, delivery, version)
         return False
 
     def _waits_below(self, key: bytes, version: int) -> bool:
         """True if a lower version waits and may come back."""
-        return any(one.version < version and not self._kept_back(key, one) for one in self._held.get(key, ()))
+        return any(
+            one.version < version and not self._kept_back(key, one) for one in self._waiting.get(key, ())
+        )
 
     def _follows(self, key: bytes, version: int) -> bool:
         """True if a message waits from which this version is not too far away: both wait for the same gap."""
         reach = (self._rule.max_gap or 0) + 1
-        return any(0 < version - one.version <= reach for one in self._held.get(key, ()))
+        return any(0 < version - one.version <= reach for one in self._waiting.get(key, ()))
 
     def _refusal(self, fits: VersionFit, version: int, mark: VersionMark | None) -> str:
         """Explain why this version does not run."""
@@ -382,14 +384,14 @@ class Versions:
 
     # Waiting.
 
-    def _hold(self, lane: Lane[Delivery], delivery: Delivery, version: int) -> None:
+    def _set_aside(self, lane: Lane[Delivery], delivery: Delivery, version: int) -> None:
         failure_state = delivery.failure_state
         key, place = delivery.key or b"", _place(delivery)
         self._table.set_aside(lane)
         del self._numbers[place]
         if self._back.get(key) == place:
             del self._back[key]
-        held = _Held(
+        waiting = _WaitingMessage(
             delivery,
             version,
             self._clock.wall(),
@@ -398,36 +400,38 @@ class Versions:
         )
         due = self._clock.now() + self._rule.wait
         if failure_state is not None and failure_state.waited:  # from before a restart
-            held.since, held.lives = failure_state.waited, failure_state.lives + 1
+            waiting.since, waiting.lives = failure_state.waited, failure_state.lives + 1
             grace = (
-                min(_RESTORED_GRACE_SECONDS, self._rule.wait) if held.lives <= _RESTORED_GRACES_MAX else 0.0
+                min(_RESTORED_GRACE_SECONDS, self._rule.wait)
+                if waiting.lives <= _RESTORED_GRACES_MAX
+                else 0.0
             )
-            due = self._clock.now() + max(held.since + self._rule.wait - self._clock.wall(), grace)
-        self.holding += 1
+            due = self._clock.now() + max(waiting.since + self._rule.wait - self._clock.wall(), grace)
+        self.waiting_count += 1
         self._in_memory += 1
-        self._keep(key, held)
-        heappush(self._due, (due, next(self._numbering), key, held))
+        self._keep(key, waiting)
+        heappush(self._due, (due, next(self._numbering), key, waiting))
         self._arm()
-        if self._in_memory > self._memory and self.holding - self._in_memory < _EVICTED_MESSAGES_MAX:
-            self._let_go(held)
-        if len(self._held[key]) > self._rule.max_waiting:
-            self._give_up(key, self._held[key][0].version)
+        if self._in_memory > self._memory and self.waiting_count - self._in_memory < _EVICTED_MESSAGES_MAX:
+            self._evict(waiting)
+        if len(self._waiting[key]) > self._rule.max_waiting:
+            self._give_up(key, self._waiting[key][0].version)
 
-    def _keep(self, key: bytes, held: _Held) -> None:
-        insort(self._held.setdefault(key, []), held)
+    def _keep(self, key: bytes, waiting: _WaitingMessage) -> None:
+        insort(self._waiting.setdefault(key, []), waiting)
 
-    def _let_go(self, held: _Held) -> None:
+    def _evict(self, waiting: _WaitingMessage) -> None:
         """Keep only its offset: the missing version must still be read."""
-        delivery = held.delivery
-        if delivery is None or held.redriven or delivery.attempts or not self._refetches.possible:
+        delivery = waiting.delivery
+        if delivery is None or waiting.redriven or delivery.attempts or not self._refetches.possible:
             return
-        held.delivery = None
+        waiting.delivery = None
         self._in_memory -= 1
         self._refetches.evicted(delivery)
 
-    def _kept_back(self, key: bytes, held: _Held) -> bool:
+    def _kept_back(self, key: bytes, waiting: _WaitingMessage) -> bool:
         """True if its lane does not take it now: it has stopped, or is being redriven and this is not a dead letter."""
-        return not held.redriven and (key in self._stopped_lanes.held or self._stopped(key))
+        return not waiting.redriven and (key in self._stopped_lanes.redriving or self._stopped(key))
 
     def _stopped(self, key: bytes) -> bool:
         lane = self._table.lanes.get(key)
@@ -435,72 +439,75 @@ class Versions:
 
     def _give_up(self, key: bytes, version: int) -> None:
         """Stop waiting for the versions missing below this one."""
-        for held in self._held[key]:
-            if held.version <= version:
-                held.over = True
+        for waiting in self._waiting[key]:
+            if waiting.version <= version:
+                waiting.over = True
         self._bring_next(key)
 
     def _bring_next(self, key: bytes) -> None:
         """Bring back the lowest message that need not wait longer. One at a time, or they would overtake each other."""
         if self._table.closed or key in self._back:
             return
-        for held in self._held.get(key, ()):
-            if self._kept_back(key, held):
+        for waiting in self._waiting.get(key, ()):
+            if self._kept_back(key, waiting):
                 continue
-            mark = self._mark(held.name)
+            mark = self._mark(waiting.name)
             if (
-                held.over
-                or self._rule.judge(held.version, mark, redriven=held.redriven) is not VersionFit.GAP
+                waiting.over
+                or self._rule.judge(waiting.version, mark, redriven=waiting.redriven) is not VersionFit.GAP
             ):
-                self._bring_back(key, held)
+                self._bring_back(key, waiting)
             return
 
-    def _bring_back(self, key: bytes, held: _Held) -> None:
-        left = self._held[key]
-        left.remove(held)
+    def _bring_back(self, key: bytes, waiting: _WaitingMessage) -> None:
+        left = self._waiting[key]
+        left.remove(waiting)
         if not left:
-            del self._held[key]
-        held.waits = False
-        self._back[key] = held.place
-        if held.delivery is not None:
+            del self._waiting[key]
+        waiting.waits = False
+        self._back[key] = waiting.place
+        if waiting.delivery is not None:
             self._in_memory -= 1
-            self._insert(key, held, held.delivery)
+            self._insert(key, waiting, waiting.delivery)
         else:
             self._refetches.request(
-                key, held.partition, [held.offset], lambda found, _gone: self._returned(key, held, found)
+                key,
+                waiting.partition,
+                [waiting.offset],
+                lambda found, _gone: self._returned(key, waiting, found),
             )
 
-    def _returned(self, key: bytes, held: _Held, found: Sequence[Delivery]) -> None:
+    def _returned(self, key: bytes, waiting: _WaitingMessage, found: Sequence[Delivery]) -> None:
         """An evicted message was read again, or it is no longer in the log and never ran."""
-        if found and not self._table.closed and not self._kept_back(key, held):
-            self._insert(key, held, found[0])
+        if found and not self._table.closed and not self._kept_back(key, waiting):
+            self._insert(key, waiting, found[0])
             return
         del self._back[key]
         if found:
-            held.delivery, held.waits = found[0], True
+            waiting.delivery, waiting.waits = found[0], True
             self._in_memory += 1
-            self._keep(key, held)
-            heappush(self._due, (self._clock.now() + self._rule.wait, next(self._numbering), key, held))
+            self._keep(key, waiting)
+            heappush(self._due, (self._clock.now() + self._rule.wait, next(self._numbering), key, waiting))
         else:
-            self.holding -= 1
+            self.waiting_count -= 1
             self._bring_next(key)
         self._arm()
         self._life.changed()
 
-    def _insert(self, key: bytes, held: _Held, delivery: Delivery) -> None:
-        place = held.place
-        self._numbers[place] = held.version
-        if held.over:
-            self._over[place] = held
-        held.delivery = None  # the timers may refer to it for a while
-        self.holding -= 1
+    def _insert(self, key: bytes, waiting: _WaitingMessage, delivery: Delivery) -> None:
+        place = waiting.place
+        self._numbers[place] = waiting.version
+        if waiting.over:
+            self._over[place] = waiting
+        waiting.delivery = None  # the timers may refer to it for a while
+        self.waiting_count -= 1
         self._arm()
         self._lanes.insert(key, [delivery])
 
     # Timers.
 
     def _arm(self) -> None:
-        if len(self._due) > 2 * self.holding + 100:  # most timers are no longer needed
+        if len(self._due) > 2 * self.waiting_count + 100:  # most timers are no longer needed
             self._due = [one for one in self._due if one[3].waits]
             heapify(self._due)
         while self._due and not self._due[0][3].waits:
@@ -517,13 +524,13 @@ class Versions:
         self._timer = None
         now = max(self._clock.now(), self._timer_due)
         while self._due and self._due[0][0] <= now:
-            _, _, key, held = heappop(self._due)
-            if not held.waits:
+            _, _, key, waiting = heappop(self._due)
+            if not waiting.waits:
                 continue
-            if self._kept_back(key, held):
-                heappush(self._due, (now + self._rule.wait, next(self._numbering), key, held))
+            if self._kept_back(key, waiting):
+                heappush(self._due, (now + self._rule.wait, next(self._numbering), key, waiting))
             else:
-                self._give_up(key, held.version)
+                self._give_up(key, waiting.version)
         if not self._table.closed:
             self._arm()
 
@@ -561,19 +568,19 @@ def _version(found: object, where: str) -> int:
         raise Poison(str(error)) from error
 
 
-def _waiting(kept: RetryState | None, held: _Held) -> RetryState:
+def _waiting(kept: RetryState | None, waiting: _WaitingMessage) -> RetryState:
     """The record of a message that waits, or has waited; its attempts are unchanged."""
     if kept is not None:
-        return replace(kept, waited=held.since, lives=held.lives)
+        return replace(kept, waited=waiting.since, lives=waiting.lives)
     return RetryState(
         stage=VERSION,
         attempt=1,
         attempts=0,
-        since=held.since,
+        since=waiting.since,
         due=0.0,
-        slot=held.slot,
-        waited=held.since,
-        lives=held.lives,
+        slot=waiting.slot,
+        waited=waiting.since,
+        lives=waiting.lives,
     )
 
 

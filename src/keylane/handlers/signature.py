@@ -93,7 +93,7 @@ def read_batch_signature(function: Callable[..., Any], where: str) -> Signature:
         return Signature(resources=resources, payload=payload.prepared(where, names), message=None)
     if item is None or not _is_message(item):
         raise SettingsError(
-            f"{where}: {first.name!r} is annotated with {_told(annotation)!r}; a batch stage is given list[Message], a "
+            f"{where}: {first.name!r} is annotated with {_shown(annotation)!r}; a batch stage takes list[Message], a "
             "list of payloads (a dataclass, a msgspec.Struct or a pydantic model), or a pyarrow.Table"
         )
     return Signature(resources=resources, payload=None, message=None)
@@ -210,12 +210,12 @@ def _no_sense(name: str, annotation: Any) -> str:
             "not under 'if TYPE_CHECKING'"
         )
     return (
-        f"{name!r} is annotated with {_told(annotation)!r}; the first parameter is the message (keylane.Message), or "
+        f"{name!r} is annotated with {_shown(annotation)!r}; the first parameter is the message (keylane.Message), or "
         "its payload: a dataclass, a msgspec.Struct or a pydantic model"
     )
 
 
-def _told(annotation: Any) -> str:
+def _shown(annotation: Any) -> str:
     if isinstance(annotation, str):
         return annotation
     return getattr(annotation, "__name__", None) or repr(annotation)

@@ -82,7 +82,7 @@ class LaneEvictor(Generic[E]):
         self._marks = {}
         self.wait = LOOK_MIN_SECONDS
 
-    def look(self, lanes: Iterable[Lane[E]], now: float, room: int) -> list[Eviction[E]]:
+    def check(self, lanes: Iterable[Lane[E]], now: float, room: int) -> list[Eviction[E]]:
         """The lanes that must evict. ``room`` is how many entries may be buffered.
 
         The longest lanes first, until three sixteenths of the room are in use: fetching again is cheap for a lane that

@@ -126,11 +126,11 @@ class LaneStatistics:
 class LaneTable(Generic[E]):
     """All lanes of a task that have entries.
 
-    ``arrive_all`` → ``take`` → (``passed`` | ``retry`` → ``wake`` | ``hold`` or ``stop`` → ``resume``) → ``settle``, or
-    ``take`` → ``set_aside`` → ``insert``. The table decides what may run; it never runs anything. An entry without a
+    ``arrive_all`` → ``take`` → (``passed`` | ``retry`` → ``wake`` | ``suspend`` or ``stop`` → ``resume``) → ``settle``,
+    or ``take`` → ``set_aside`` → ``insert``. The table decides what may run; it never runs anything. An entry without a
     key gets a lane of its own.
 
-    ``let_go`` is called for every evicted entry. ``fetch`` is called for a lane that needs entries back; the answer
+    ``on_evicted`` is called for every evicted entry. ``fetch`` is called for a lane that needs entries back; the answer
     comes later, with :meth:`returned`.
     ``room`` returns how many entries may be buffered, ``used`` how many are buffered or on their way. Refetched entries
     may use an eighth of the room, or what is left of half of it; lanes that need it wait for their turn and share it
@@ -142,7 +142,7 @@ class LaneTable(Generic[E]):
         self,
         *,
         retry_share: float = 1.0,
-        let_go: Callable[[E], None] = lambda _entry: None,
+        on_evicted: Callable[[E], None] = lambda _entry: None,
         fetch: Callable[[Lane[E], int, Sequence[int]], None] | None = None,
         room: Callable[[], int] = lambda: _UNLIMITED_ROOM,
         used: Callable[[], int] = lambda: 0,
@@ -164,7 +164,7 @@ class LaneTable(Generic[E]):
         self._credit = 0.0
         self._woken = self.again if retry_share < 1 else self.ready
         self._portions: dict[Lane[E], int] = {}  # entries fetched again at once, unless REFETCH_ENTRIES_MAX
-        self._let_go = let_go
+        self._on_evicted = on_evicted
         self._fetch = fetch
         self._room = room
         self._used = used
@@ -271,7 +271,7 @@ class LaneTable(Generic[E]):
         heapq.heappush(self._sleeping, lane)
         self._stuck(lane, now, until=due)
 
-    def hold(self, lane: Lane[E], now: float) -> None:
+    def suspend(self, lane: Lane[E], now: float) -> None:
         """The head waits for its stage, whose breaker is open, until :meth:`resume`."""
         self.running -= 1
         self.waiting += 1
@@ -558,7 +558,7 @@ class LaneTable(Generic[E]):
         places: deque[tuple[int, array[int]]] = deque()
         while entry is not None:
             _put(places, entry.partition, entry.offset)
-            self._let_go(entry)
+            self._on_evicted(entry)
             self.away += 1
             entry.lane = None
             entry = entry.next
@@ -585,7 +585,7 @@ class LaneTable(Generic[E]):
             self._far += 1
         _put(lane.away, entry.partition, entry.offset)
         self.away += 1
-        self._let_go(entry)
+        self._on_evicted(entry)
         return True
 
     def _ask_back(self, lane: Lane[E]) -> None:

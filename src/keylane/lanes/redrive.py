@@ -2,7 +2,7 @@
 
 ::
 
-    HOLDING ──give──▶ RUNNING ──give up──▶ OVER
+    WAITING ──give──▶ RUNNING ──give up──▶ OVER
        └──────────────give up───────────────▶
 
 Every message runs in log order, whether it comes from the log or from the dead letters: a letter runs after the lane's
@@ -24,7 +24,7 @@ E = TypeVar("E")
 class RedriveState(Enum):
     """The state of a lane's redrive."""
 
-    HOLDING = "holding"
+    WAITING = "waiting"
     """Its letters are not known yet."""
     RUNNING = "running"
     """Its letters run, each in log order."""
@@ -38,7 +38,7 @@ class LaneRedrive(Generic[E]):
     def __init__(self, *, parked: bool) -> None:
         self.parked = parked
         """Whether the lane is parked. It is unparked once all its letters succeeded."""
-        self.state = RedriveState.HOLDING
+        self.state = RedriveState.WAITING
         self._letters: deque[E] = deque()  # not in the lane yet, oldest first
 
     @property
@@ -53,7 +53,7 @@ class LaneRedrive(Generic[E]):
 
     def give(self, letters: Iterable[E]) -> None:
         """Add these letters, oldest first. More may follow."""
-        if self.state is RedriveState.HOLDING:
+        if self.state is RedriveState.WAITING:
             self.state = RedriveState.RUNNING
         self._letters.extend(letters)
 

@@ -80,7 +80,7 @@ class Watermark:
         recent.update(offsets)
         self._position = offsets[-1] + 1
         if len(recent) > self._search_above:
-            self._look_for_stuck()
+            self._move_stuck()
 
     def reach(self, offset: int) -> None:
         """Reading has reached ``offset``: offsets below it that were not delivered were skipped, or are holes."""
@@ -130,7 +130,7 @@ class Watermark:
             self._restored = PartitionProgress(watermark=restored.position, position=restored.position)
         return self._restored.pending.since(self._position)
 
-    def _look_for_stuck(self) -> None:
+    def _move_stuck(self) -> None:
         """Move the offsets that were recent at the last search already to blocks; only newer ones are left."""
         stuck = sorted(offset for offset in self._recent if offset < self._searched_at)
         for block in blocks_of(stuck):

@@ -20,6 +20,7 @@ from keylane.state.commands import Command, audit_name, new_command_id, operator
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
 from keylane.strict_json import MalformedRecordError
+from keylane.topic_names import dead_letter_topic, state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -67,7 +68,7 @@ class AuditEntry:
     """The id of the command that it cancels; empty if it is not a cancel."""
     who: str
     at: float
-    stands: bool
+    open: bool
     answer: CommandAnswer | None
     """None if no task has carried it out: it is still open, or its message is gone."""
 
@@ -81,7 +82,7 @@ class AdminClient:
     def __init__(self, settings: KafkaSettings, app: str, *, versions: bool = False) -> None:
         self.app = app
         self._settings = settings
-        self._topic = f"{app}.state"
+        self._topic = state_topic(app)
         self._producer: Producer | None = None
         cluster = Cluster(settings)
         partitions = cluster.topics().get(self._topic)
@@ -157,7 +158,7 @@ class AdminClient:
         found = {partition: store.get((partition, key)) for partition in range(self.partitions)}
         return {partition: mark for partition, mark in found.items() if mark is not None}
 
-    def standing(self) -> list[Command]:
+    def open_commands(self) -> list[Command]:
         """Return the commands that no task has carried out yet, without the cancelled ones."""
         self._follow()
         withdrawn = {command.withdraws for command in self._state.commands.values()}
@@ -179,13 +180,13 @@ class AdminClient:
     def audit(self) -> list[AuditEntry]:
         """Return every command ever given, oldest first, with its result. Malformed records are left out."""
         self._follow()
-        stand = {command.id for command in self._state.commands.values()}
+        open_ids = {command.id for command in self._state.commands.values()}
         actions = []
         for name, (partition, value) in self._state.audits.items():
             if _by_the_app(name):
                 continue
             with suppress(MalformedRecordError):  # any client may have written into the topic
-                actions.append(self._action(partition, value, stand))
+                actions.append(self._action(partition, value, open_ids))
         return sorted(actions, key=lambda action: action.at)
 
     # Commands.
@@ -316,7 +317,7 @@ class AdminClient:
             return None
 
     @wire.decoder
-    def _action(self, partition: int, value: bytes, stand: Collection[str]) -> AuditEntry:
+    def _action(self, partition: int, value: bytes, open_ids: Collection[str]) -> AuditEntry:
         command_id, do, key, offset, letters, withdraws, who, at = wire.fields(
             wire.loads(value), "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
         )
@@ -330,7 +331,7 @@ class AdminClient:
             withdraws=wire.text(withdraws, 200),
             who=wire.text(who),
             at=wire.seconds(at),
-            stands=command_id in stand,
+            open=command_id in open_ids,
             answer=self._answer(command_id),
         )
 
@@ -343,7 +344,7 @@ class AdminClient:
 
     def _restore(self) -> None:
         """Read the state of the source as it is now."""
-        self._labels = Labels(self._cluster.identity(self.source, f"{self.app}.dlq"))
+        self._labels = Labels(self._cluster.identity(self.source, dead_letter_topic(self.app)))
         versions = VersionStore() if self._versions else None
         self._state = self._state.reopen(range(self.partitions), "", versions, labels=self._labels)
         self._state.restore()

@@ -129,7 +129,7 @@ def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> b
     return AUDIT + command_id.encode() + (b"/done" if done else b"/begun" if begun else b"")
 
 
-def outdated(audits: Iterable[tuple[bytes, bytes]], standing: Container[str], now: float) -> list[bytes]:
+def outdated(audits: Iterable[tuple[bytes, bytes]], open_ids: Container[str], now: float) -> list[bytes]:
     """Names of audit records of one partition to delete. ``audits`` are names and values, the oldest first."""
     by_order: dict[str, list[bytes]] = {}
     values: dict[str, bytes] = {}
@@ -141,7 +141,7 @@ def outdated(audits: Iterable[tuple[bytes, bytes]], standing: Container[str], no
     return [
         name
         for command_id in many
-        if command_id not in standing and _given_at(values[command_id]) < now - AUDITED_SECONDS
+        if command_id not in open_ids and _given_at(values[command_id]) < now - AUDITED_SECONDS
         for name in by_order[command_id]
     ]
 

@@ -59,6 +59,7 @@ from keylane.policies.versions import decode_mark
 from keylane.state import records
 from keylane.state.commands import AUDIT, COMMAND, Command, decode_command
 from keylane.strict_json import MalformedRecordError
+from keylane.topic_names import state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -223,7 +224,7 @@ def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
     few = {"queued.min.messages": 1000, "queued.max.messages.kbytes": 16_384, "fetch.wait.max.ms": wait}
     # The app's own group: the client looks for its coordinator, and another group would need more rights.
     consumer = settings.consumer(app, **few, **{"isolation.level": "read_committed"})
-    load_metadata(consumer, f"{app}.state")
+    load_metadata(consumer, state_topic(app))
     return consumer
 
 

@@ -51,7 +51,7 @@ class PartitionView:
     """The lowest offset with failed attempts, and their record."""
     work: WorkInProgress | None = None
     """The owner's telemetry; None without telemetry, or while no task runs."""
-    standing: float = 0.0
+    stalled: float = 0.0
     """Seconds for which this process has seen no movement."""
 
 
@@ -154,7 +154,7 @@ class LagMonitor:
         if self._records is not None:
             self._records.close()
 
-    def look(self) -> LagView | None:
+    def measure(self) -> LagView | None:
         """Measure now; None the first time, because there is nothing to compare with."""
         if self._records is not None:
             self._totals.take(self._records.catch_up(1.0))
@@ -218,7 +218,7 @@ class LagMonitor:
             retried = min(((o, kept) for o, kept in tried.items() if o >= at), default=None, key=_offset)
             at_head = at if head is None else head.offset
             work = work_on(partition, running, wall)
-            standing = look.at - self._stood[partition][1]
+            stalled = look.at - self._stood[partition][1]
             views.append(
                 PartitionView(
                     partition=partition,
@@ -232,13 +232,13 @@ class LagMonitor:
                         runs=silent is None and members != 0,
                         starting=starting is not None,
                         held_up=partition in blocked and blocked[partition].offset <= at_head,
-                        standing=standing,
+                        stalled=stalled,
                         work=work,
                     ),
                     blocked=blocked.get(partition),
                     retried=retried,
                     work=work,
-                    standing=standing,
+                    stalled=stalled,
                 )
             )
         return LagView(

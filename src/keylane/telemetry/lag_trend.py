@@ -78,7 +78,7 @@ class WorkInProgress:
 
     in_flight: int
     """Lanes of the task that run or are ready to run."""
-    standing: float
+    stalled: float
     """Seconds without progress although it is the partition's turn."""
     idle: float
     """Seconds since the task finished a message of any partition."""
@@ -90,7 +90,7 @@ class WorkInProgress:
     @property
     def hangs(self) -> bool:
         """Whether the time without progress is longer than the work explains."""
-        return self.standing > self.patience
+        return self.stalled > self.patience
 
 
 def work_on(partition: int, tasks: Iterable[Snapshot], now: float) -> WorkInProgress | None:
@@ -106,9 +106,9 @@ def work_on(partition: int, tasks: Iterable[Snapshot], now: float) -> WorkInProg
     task = min(owners, key=lambda one: one.partitions[partition].watermark)
     figures, lanes = task.partitions[partition], task.lanes
     idle = max(0.0, now - task.progressed)
-    standing = max(0.0, now - figures.moved)
+    stalled = max(0.0, now - figures.moved)
     if _spans_partitions(task.order) or not figures.held:
-        standing = min(standing, idle)
+        stalled = min(stalled, idle)
     slowest = _slowest(owners)
     in_flight = lanes.running + lanes.ready
     patience = STUCK_AFTER_SECONDS
@@ -118,9 +118,7 @@ def work_on(partition: int, tasks: Iterable[Snapshot], now: float) -> WorkInProg
             patience = max(patience, _TIMES_SLOWER * in_flight * (task.at - task.began) / task.done)
     elif in_flight:
         patience = _FIRST_MESSAGE_SECONDS
-    return WorkInProgress(
-        in_flight=in_flight, standing=standing, idle=idle, slowest=slowest, patience=patience
-    )
+    return WorkInProgress(in_flight=in_flight, stalled=stalled, idle=idle, slowest=slowest, patience=patience)
 
 
 def _spans_partitions(order: str) -> bool:
@@ -142,21 +140,21 @@ def pace_of(
     runs: bool,
     starting: bool = False,
     held_up: bool,
-    standing: float,
+    stalled: float,
     work: WorkInProgress | None,
 ) -> LagTrend:
     """How a partition is doing. ``whole`` is the movement of all partitions.
 
     ``runs``: False if no task is known to run. ``held_up``: a lane is known to hold the partition up.
     ``starting``: the app has just started and cannot have done anything yet.
-    ``standing``: seconds for which the caller has seen no movement; it decides if there is no ``work``.
+    ``stalled``: seconds for which the caller has seen no movement; it decides if there is no ``work``.
     """
     if not movement.lag:
         return LagTrend.KEEPING_UP if movement.came > 0 else LagTrend.IDLE
     if not runs:
         return LagTrend.NOT_RUNNING
     if movement.done <= 0:
-        hangs = standing > STUCK_AFTER_SECONDS and not starting if work is None else work.hangs
+        hangs = stalled > STUCK_AFTER_SECONDS and not starting if work is None else work.hangs
         if held_up or hangs:
             return LagTrend.STUCK
     if movement.lag <= max(_BACKLOG_SLACK_MESSAGES, movement.rate_in * _BACKLOG_SLACK_SECONDS):

@@ -10,7 +10,7 @@ from keylane.kafka.cluster import Cluster, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 from keylane.strict_json import MalformedRecordError
 from keylane.telemetry.snapshot import Snapshot, decode
-from keylane.telemetry_settings import topic_of
+from keylane.topic_names import telemetry_topic
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +35,7 @@ class TelemetryLog:
         self.unreadable = 0
         self._settings = settings
         self._app = app
-        self._topic = topic_of(app)
+        self._topic = telemetry_topic(app)
         self._cluster = Cluster(settings)
         self._since = time.time() - seconds
         self._consumer: Consumer | None = None

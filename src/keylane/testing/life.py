@@ -74,7 +74,7 @@ class TaskLife:
             self.output,
             on_done=self._done,
             fetch=self._fetch,
-            let_go=self._let_go,
+            let_go=self._evicted,
             progress=lambda partition: self.parts[partition].mark.progress(),
             read_to=self._read_to,
             store=moves.store,
@@ -222,7 +222,7 @@ class TaskLife:
         self._moved.set()
         self._progressed.set()
 
-    def _let_go(self, partition: int, count: int, _size: int) -> None:
+    def _evicted(self, partition: int, count: int, _size: int) -> None:
         self._away[partition] += count
         self._moved.set()
 
@@ -275,7 +275,7 @@ class CommandClerk:
         self._commands[partition, key] = number
         lane = self._life.engine.lane_key(key, partition)
         if lane is not None:
-            self._life.engine.stopped_lanes.hold(lane)
+            self._life.engine.stopped_lanes.begin_redrive(lane)
         self._at_rest.clear()
         self._awake.set()
 
@@ -312,7 +312,7 @@ class CommandClerk:
         stops = engine.stopped_lanes
         lane_of = partial(engine.lane_key, partition=partition)
         keys = [lane for key in commands if (lane := lane_of(key)) is not None]
-        await self._redriver.settled(keys)
+        await self._redriver.wait_until_quiet(keys)
         if self._app.delivery == "exactly_once":
             await self._life.commit()  # dead letters are visible when their transaction is committed
         letters = list(world.sink.dead_letters)
@@ -330,7 +330,7 @@ class CommandClerk:
                 del self._commands[partition, key]
                 lane = lane_of(key)
                 if lane is not None and lane not in (lane_of(other) for _, other in self._commands):
-                    stops.let_go(lane)
+                    stops.end_redrive(lane)
                 self._life.output.delete(partition, REDRIVE + key, number)
 
     def _wanted(self, letters: list[Dead], partition: int, keys: dict[bytes, bytes]) -> list[RedriveItem]:

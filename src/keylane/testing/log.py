@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keylane.message import PlainRecord
 from keylane.offsets.murmur2 import murmur2, partition_of
 
 if TYPE_CHECKING:
@@ -11,63 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryLog", "MemoryRecord", "murmur2", "partition_of"]
 
-_CREATE_TIME = 1  # Kafka's code of a timestamp that the producer has set
 
-
-class MemoryRecord:
+class MemoryRecord(PlainRecord):
     """One record; a :class:`keylane.message.Record`. Made by :meth:`MemoryLog.append`."""
 
-    __slots__ = ("_headers", "_key", "_offset", "_partition", "_timestamp", "_topic", "_value")
-
-    def __init__(
-        self,
-        *,
-        topic: str,
-        partition: int,
-        offset: int,
-        key: bytes | None,
-        value: bytes | None,
-        headers: Iterable[tuple[str, bytes | None]] = (),
-        timestamp: int | None = None,
-    ) -> None:
-        self._topic = topic
-        self._partition = partition
-        self._offset = offset
-        self._key = key
-        self._value = value
-        self._headers = tuple(headers)
-        self._timestamp = timestamp
-
-    def topic(self) -> str:
-        """The topic."""
-        return self._topic
-
-    def partition(self) -> int:
-        """The partition."""
-        return self._partition
-
-    def offset(self) -> int:
-        """The offset in the partition."""
-        return self._offset
-
-    def key(self) -> bytes | None:
-        """The key; None for a keyless record."""
-        return self._key
-
-    def value(self) -> bytes | None:
-        """The value; None for a tombstone."""
-        return self._value
+    __slots__ = ()
 
     def headers(self) -> Sequence[tuple[str, bytes | None]] | None:
         """A new list of the headers; None without headers, as in confluent-kafka."""
-        return list(self._headers) or None
-
-    def timestamp(self) -> tuple[int, int]:
-        """Type and milliseconds; ``(0, 0)`` without a timestamp."""
-        return (0, 0) if self._timestamp is None else (_CREATE_TIME, self._timestamp)
-
-    def __repr__(self) -> str:
-        return f"<MemoryRecord {self._topic}/{self._partition}@{self._offset} key={self._key!r}>"
+        return list(self._headers or ()) or None
 
 
 class MemoryLog:
@@ -111,7 +64,7 @@ class MemoryLog:
             offset=self.end(topic, partition),
             key=key,
             value=value,
-            headers=headers,
+            headers=tuple(headers),
             timestamp=timestamp,
         )
         lane.append(record)

@@ -140,7 +140,7 @@ class CommandExecutor(Contributor):
         if elsewhere is not None:
             lane = self._lane(command)
             if lane is not None and not self._is_wanted(lane):
-                self._engine.stopped_lanes.let_go(lane)
+                self._engine.stopped_lanes.end_redrive(lane)
             self._answer(
                 command,
                 ok=False,
@@ -154,7 +154,7 @@ class CommandExecutor(Contributor):
         self._output.note(command.partition, audit_name(command.id, begun=True), begun, _unheard)
         lane = self._lane(command)
         if lane is not None:
-            self._engine.stopped_lanes.hold(lane)
+            self._engine.stopped_lanes.begin_redrive(lane)
         self._awake.set()
 
     def _cancel(self, cancel: Command, fresh: Command | None) -> None:
@@ -167,7 +167,7 @@ class CommandExecutor(Contributor):
             self._cancels[command.id] = cancel
             lane = self._lane(command)
             if lane is not None:
-                self._engine.stopped_lanes.withdraw(lane)
+                self._engine.stopped_lanes.cancel_redrive(lane)
         else:
             self._cancelled(command, cancel, None)
 
@@ -175,8 +175,8 @@ class CommandExecutor(Contributor):
         self._pending.pop(command.id, None)
         lane = self._lane(command)
         if command.do == "redrive" and lane is not None and not self._is_wanted(lane):
-            self._engine.stopped_lanes.withdraw(lane)
-            self._engine.stopped_lanes.let_go(lane)
+            self._engine.stopped_lanes.cancel_redrive(lane)
+            self._engine.stopped_lanes.end_redrive(lane)
         log.warning("%s by %s of lane %r: cancelled by %s", command.do, command.who, command.key, cancel.who)
         self._answer(command, ok=False, why=f"cancelled by {cancel.who}", counts=counts)
         self._answer(cancel, ok=True, why="done")
@@ -304,7 +304,7 @@ class CommandExecutor(Contributor):
     async def _redrive(self, partition: int, commands: list[Command]) -> None:
         stops = self._engine.stopped_lanes
         keys = [lane for command in commands if (lane := self._lane(command)) is not None]
-        await self._redriver.settled(keys)
+        await self._redriver.wait_until_quiet(keys)
         if self._app.delivery == "exactly_once":  # letters may be in this task's open transaction
             await self._commit()
         by_key = {command.key: command for command in commands}
@@ -344,7 +344,7 @@ class CommandExecutor(Contributor):
             del self._pending[command.id]
             lane = self._lane(command)
             if lane is not None and not self._is_wanted(lane):
-                stops.let_go(lane)
+                stops.end_redrive(lane)
             log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
             self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
 

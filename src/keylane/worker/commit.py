@@ -92,12 +92,12 @@ async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, la
                 contributor.collect(batch)
             await writer.commit_with(batch.offsets, batch.notes, batch.records)
         except Exception:  # not when the loop ends: then the commit continues in its thread
-            _tell([contributor.aborted for contributor in asked])
+            _notify([contributor.aborted for contributor in asked])
             raise
-        _tell([contributor.committed for contributor in asked])
+        _notify([contributor.committed for contributor in asked])
 
 
-def _tell(calls: Sequence[Callable[[], None]]) -> None:
+def _notify(calls: Sequence[Callable[[], None]]) -> None:
     """Call all of them, in order, also when one raises."""
     with ExitStack() as stack:
         for call in reversed(calls):

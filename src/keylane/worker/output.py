@@ -136,7 +136,7 @@ class KafkaOutput:
         self._first = 0.0  # when the oldest of them was gathered
         self._timer: asyncio.TimerHandle | None = None  # sends them
         self._loop = asyncio.get_running_loop()
-        self._looked = time.monotonic()
+        self._reviewed_at = time.monotonic()
         self._least = 0  # the least lanes that were waiting for the loop, at any review since
         self._origin = stamps if app.origin_time is None else app.origin_time
 
@@ -169,7 +169,7 @@ class KafkaOutput:
             if self._direct:
                 self._give(self._producer, (record,), delivery.engine)
             else:
-                self._hold(self._producer, delivery, (record,))
+                self._defer(self._producer, delivery, (record,))
 
     def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
         """Send all results of a message. Raises :class:`Poison` when one is too large for the sink: none is sent."""
@@ -202,7 +202,7 @@ class KafkaOutput:
         if self._direct:
             self._give(self._producer, records, delivery.engine)
         else:
-            self._hold(self._producer, delivery, records)
+            self._defer(self._producer, delivery, records)
 
     def _check_size(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
         if self._size(delivery, value, headers) > self._limit:
@@ -258,7 +258,7 @@ class KafkaOutput:
         """Write a record of the state topic."""
         self._writer.put_state(partition, name, value, then)
 
-    def _hold(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
+    def _defer(self, producer: Producer, delivery: Delivery, records: Sequence[tuple[Any, ...]]) -> None:
         """Keep results that are not sent at once: they are gathered, or sent alone."""
         engine, rejections = delivery.engine, self._rejections
         if (delivery.partition, delivery.offset) in rejections.suspects or rejections.sends_alone(
@@ -275,10 +275,10 @@ class KafkaOutput:
         gathered += records
         if not before:
             self._first = time.monotonic()
-            self._timer = self._loop.call_later(_GATHER_SECONDS_MAX, self._let_go, producer, engine)
+            self._timer = self._loop.call_later(_GATHER_SECONDS_MAX, self._flush_gathered, producer, engine)
         # The timer comes late while handlers occupy the loop.
         elif len(gathered) // 32 > before // 32 and time.monotonic() - self._first > _GATHER_SECONDS_MAX:
-            self._let_go(producer, engine)
+            self._flush_gathered(producer, engine)
 
     def _is_careful(self) -> bool:
         return bool(self._rejections.suspects) or self._rejections.sends_alone(time.monotonic())
@@ -335,7 +335,7 @@ class KafkaOutput:
             self._timer.cancel()
         self._gathered, self._alone = [], []
 
-    def _let_go(self, producer: Producer, engine: Engine) -> None:
+    def _flush_gathered(self, producer: Producer, engine: Engine) -> None:
         if self._timer is not None:
             self._timer.cancel()
         gathered, self._gathered = self._gathered, []
@@ -386,14 +386,14 @@ class KafkaOutput:
         waiting = engine.held if engine.behind else len(engine.table.ready)
         self._least = min(self._least, waiting)
         now = time.monotonic()
-        if now - self._looked < _REVIEW_INTERVAL_SECONDS or self._producer is None:
+        if now - self._reviewed_at < _REVIEW_INTERVAL_SECONDS or self._producer is None:
             return
         gathered, self._gathers = self._gathers, self._least > BUSY_LOOP_LANES
         self._direct = not self._gathers and not self._is_careful()
         self._oldest, self._newest = self._times()
-        self._looked, self._least = now, waiting
+        self._reviewed_at, self._least = now, waiting
         if gathered and not self._gathers:
-            self._let_go(self._producer, engine)  # before anything overtakes them
+            self._flush_gathered(self._producer, engine)  # before anything overtakes them
 
     def poll(self) -> None:
         """Serve delivery reports. Raises BrokerError when the results producer writes nothing more."""

@@ -52,7 +52,7 @@ class Refetched:
     ticket: int
     partition: int
     records: Sequence[Record]
-    """In ascending order."""
+    """In ascending request."""
     missing: Sequence[int]
     """Offsets that are no longer in the log, ascending: retention or compaction has taken them."""
     last: bool
@@ -92,7 +92,7 @@ class _Part:
     """Messages read since the first request in ``late``."""
     ended: float | None = None
     """When the end of the log was reached; None before."""
-    heard: float = 0.0
+    last_message_at: float = 0.0
     """When the last message of this partition came."""
 
 
@@ -122,7 +122,7 @@ class RefetchReader:
         self._topic = topic
         self._deliver = deliver
         self._fail = fail
-        self._orders: SimpleQueue[_Request | int | None] = SimpleQueue()  # an int is a ticket to cancel
+        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an int is a ticket to cancel
         self._closing = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -136,7 +136,7 @@ class RefetchReader:
 
     def request(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
         """Read these offsets again. From any thread. They must ascend; a ticket is used once. The first starts it."""
-        self._orders.put(_Request(ticket, partition, offsets))
+        self._queue.put(_Request(ticket, partition, offsets))
         with self._starting:
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._main, name="keylane-rereader", daemon=True)
@@ -144,13 +144,13 @@ class RefetchReader:
 
     def cancel(self, ticket: int) -> None:
         """Stop reading for this ticket. From any thread; messages already on their way to ``deliver`` still come."""
-        self._orders.put(ticket)
+        self._queue.put(ticket)
 
     def close(self) -> None:
         """Close the consumer and end the thread; open requests are dropped."""
         with self._starting:
             self._closing.set()
-        self._orders.put(None)
+        self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout=30)
 
@@ -185,7 +185,7 @@ class RefetchReader:
             self._fail(error)
 
     def _step(self, consumer: Consumer) -> None:
-        self._take_orders(consumer)
+        self._take_requests(consumer)
         for part in self._parts.values():
             self._turn(consumer, part)
         if any(part.asked for part in self._parts.values()):
@@ -193,30 +193,30 @@ class RefetchReader:
 
     # Requests.
 
-    def _take_orders(self, consumer: Consumer) -> None:
+    def _take_requests(self, consumer: Consumer) -> None:
         """Take the queued requests; wait for one if there is nothing to do."""
         if not any(part.asked or part.late for part in self._parts.values()):
-            self._take(self._next_order(consumer))
+            self._take(self._next_request(consumer))
         while True:
             try:
-                self._take(self._orders.get_nowait())
+                self._take(self._queue.get_nowait())
             except Empty:
                 return
 
-    def _next_order(self, consumer: Consumer) -> _Request | int | None:
+    def _next_request(self, consumer: Consumer) -> _Request | int | None:
         if any(part.position is not None for part in self._parts.values()):
             try:
-                return self._orders.get(timeout=_IDLE_SECONDS)
+                return self._queue.get(timeout=_IDLE_SECONDS)
             except Empty:
                 for part in self._parts.values():
                     self._leave(consumer, part)
-        return self._orders.get()
+        return self._queue.get()
 
-    def _take(self, order: _Request | int | None) -> None:
-        if isinstance(order, int):
-            self._drop(order)
-        elif order is not None:
-            self._add(order)
+    def _take(self, request: _Request | int | None) -> None:
+        if isinstance(request, int):
+            self._drop(request)
+        elif request is not None:
+            self._add(request)
 
     def _add(self, request: _Request) -> None:
         if not request.offsets:
@@ -277,7 +277,7 @@ class RefetchReader:
         part.position = offset
         part.certain = False
         part.ended = None
-        part.heard = time.monotonic()
+        part.last_message_at = time.monotonic()
 
     def _leave(self, consumer: Consumer, part: _Part) -> None:
         if part.position is not None:
@@ -290,10 +290,10 @@ class RefetchReader:
         touched: dict[_Request, None] = {}
         self.scanned += len(messages)
         self._sort_out(consumer, messages, touched)
-        self._look_at_the_clock(consumer, touched)
+        self._check_deadlines(consumer, touched)
         self._hand_over(touched)
 
-    def _look_at_the_clock(self, consumer: Consumer, touched: dict[_Request, None]) -> None:
+    def _check_deadlines(self, consumer: Consumer, touched: dict[_Request, None]) -> None:
         now = time.monotonic()
         self._reader.errors.check_missing(_MISSING_SECONDS)  # the client may report a missing topic only once
         for part in self._parts.values():
@@ -303,11 +303,11 @@ class RefetchReader:
                     self._miss(part, None, touched)
                 else:
                     self._go_to(consumer, part, part.asked[0][0])
-            elif part.asked and part.ended is None and now - part.heard > _SILENT_SECONDS:
-                part.heard = now
-                self._ask_after(consumer, part)
+            elif part.asked and part.ended is None and now - part.last_message_at > _SILENT_SECONDS:
+                part.last_message_at = now
+                self._check_existence(consumer, part)
 
-    def _ask_after(self, consumer: Consumer, part: _Part) -> None:
+    def _check_existence(self, consumer: Consumer, part: _Part) -> None:
         """Check whether a silent partition still exists.
 
         The client does not report that a topic was deleted while its partition was unassigned, and loses track of a
@@ -333,7 +333,7 @@ class RefetchReader:
             offset = message.offset()
             if part.position is None or number in stale:
                 continue
-            part.heard = now
+            part.last_message_at = now
             part.passed += 1
             if offset >= part.position:
                 # For every message, requested or not: what is below it will not come again in this pass.

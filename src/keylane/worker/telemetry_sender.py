@@ -143,13 +143,13 @@ class TelemetryWriter:
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             due = max(due + self._interval, time.monotonic())
-            if not self._tell():
+            if not self._send_snapshot():
                 return
             self._meter.tick()
 
     def last(self) -> None:
         """Send the epoch's last record."""
-        self._tell(final=True)
+        self._send_snapshot(final=True)
         self._sender.serve()
 
     def snapshot(self, *, final: bool = False) -> Snapshot:
@@ -224,7 +224,7 @@ class TelemetryWriter:
             moved=round(moved, 3),
         )
 
-    def _tell(self, *, final: bool = False) -> bool:
+    def _send_snapshot(self, *, final: bool = False) -> bool:
         try:
             self._sender.send(str(self._plan.task).encode(), self.snapshot(final=final).encode())
         except Exception:  # wrong figures must not disturb the work

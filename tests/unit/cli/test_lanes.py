@@ -493,7 +493,7 @@ def test_hostile_text_is_shown_escaped(log: StateLog) -> None:
         assert "\nlane x: released" not in shown
     shown = run("release", "chat", "--at", "1/100", *QUICK)
     assert not set(shown) & {"\x1b", "\x07", "\u202e"}
-    shown = run("cancel", "chat", "--id", order.id, *QUICK) if order in operator().standing() else ""
+    shown = run("cancel", "chat", "--id", order.id, *QUICK) if order in operator().open_commands() else ""
     assert not set(shown) & {"\x1b", "\x07", "\u202e"}
 
 

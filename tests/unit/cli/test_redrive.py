@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from keylane.cli import redrive
 from keylane.cli import redrive_selection as selection_module
 from keylane.cli.main import app, main
-from keylane.cli.redrive_selection import LaneSelection, RedriveSelection, order_for
+from keylane.cli.redrive_selection import LaneSelection, RedriveSelection, command_for
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.settings import KafkaSettings
@@ -177,21 +177,21 @@ def test_redrive_selects_a_named_parked_lane_without_letters() -> None:
 
 def test_redrive_names_letters_unless_the_whole_lane_is_meant() -> None:
     lot = only(chosen([letter(0), letter(1), letter(2)], [0, 2]))
-    command = order_for("chat", lot, [], whole=False)
+    command = command_for("chat", lot, [], whole=False)
     assert (command.do, command.partition, command.key, command.letters) == ("redrive", 1, b"k1", (0, 2))
-    assert order_for("chat", lot, [], whole=True).letters is None
+    assert command_for("chat", lot, [], whole=True).letters is None
 
 
 def test_a_parked_lane_is_redriven_whole_or_not_at_all() -> None:
     letters = [parked(0), parked(1), letter(2, b"k2")]
     lot = only(chosen(letters[:2], stop=LaneStatus.PARKED))
-    assert order_for("chat", lot, [], whole=False).letters is None
+    assert command_for("chat", lot, [], whole=False).letters is None
     lot = only(chosen(letters, [1], stop=LaneStatus.PARKED))
     with pytest.raises(SettingsError, match=r"lane k1 is parked, and can only be redriven whole, in its order, but "
                        r"1 of its 2 dead letters were chosen\. Use: keylane dlq redrive chat --lane k1"):  # fmt: skip
-        order_for("chat", lot, [], whole=False)
+        command_for("chat", lot, [], whole=False)
     lot = only(chosen(letters, [2], stop=LaneStatus.PARKED))
-    assert order_for("chat", lot, [], whole=False).letters == (2,)
+    assert command_for("chat", lot, [], whole=False).letters == (2,)
 
 
 def standing(letters: Iterable[int] | None) -> Command:
@@ -215,7 +215,7 @@ def test_open_command_that_names_the_letters_is_reused(
 ) -> None:
     lot = only(chosen([letter(0), letter(1), letter(2)], wanted))
     before = standing(stands)
-    command = order_for("chat", lot, [before], whole=whole)
+    command = command_for("chat", lot, [before], whole=whole)
     if becomes == "same":
         assert command is before
     else:
@@ -227,21 +227,21 @@ def test_redrive_of_too_many_letters_is_whole_lane_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     letters = [letter(n) for n in range(70_000)]
-    whole = order_for("chat", only(chosen(letters)), [], whole=False)
+    whole = command_for("chat", only(chosen(letters)), [], whole=False)
     assert whole.letters is not None
     assert len(whole.encode()) < selection_module.COMMAND_BYTES_MAX
     monkeypatch.setattr(selection_module, "COMMAND_BYTES_MAX", 300_000)
-    assert order_for("chat", only(chosen(letters)), [], whole=False).letters is None
+    assert command_for("chat", only(chosen(letters)), [], whole=False).letters is None
     some = only(chosen(letters, range(60_000)))
     with pytest.raises(SettingsError, match=r"lane k1: 60,000 single dead letters are too many "
                        r"for one command\. Choose fewer at a time, or all of them: "
                        r"keylane dlq redrive chat --lane k1"):  # fmt: skip
-        order_for("chat", some, [], whole=False)
+        command_for("chat", some, [], whole=False)
     keyless = only(chosen([letter(n, None) for n in range(70_000)], range(60_000)))
     with pytest.raises(
         SettingsError, match=r"dead letters without a key in partition 1: .* redrive chat --all"
     ):
-        order_for("chat", keyless, [], whole=False)
+        command_for("chat", keyless, [], whole=False)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

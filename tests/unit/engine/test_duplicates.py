@@ -513,7 +513,7 @@ def test_redriven_letter_runs_while_its_duplicate_waits() -> None:
 
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         redriver = Redriver(engine)
-        engine.stopped_lanes.hold(b"a")
+        engine.stopped_lanes.begin_redrive(b"a")
         sent = records(b"1", b"1")
         engine.accept(sent)
         redriving = asyncio.create_task(redriver.run([RedriveItem(letter=0, record=sent[1], redrives=0)]))
@@ -522,7 +522,7 @@ def test_redriven_letter_runs_while_its_duplicate_waits() -> None:
         assert letter.redriven
         redriver.done(letter)
         await redriving
-        engine.stopped_lanes.let_go(b"a")
+        engine.stopped_lanes.end_redrive(b"a")
         await engine.finish()
         assert [(d.offset, d.outcome) for d in done] == [
             (0, Outcome.OK),

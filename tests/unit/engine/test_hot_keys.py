@@ -95,13 +95,13 @@ def test_a_hot_lane_keeps_its_order_over_crashes_and_drains(seed: int) -> None:
 
 def test_messages_of_a_hot_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    real = BufferCapacity._look
+    real = BufferCapacity._check
 
     def look(capacity: BufferCapacity) -> None:
         real(capacity)
         held.append(capacity.buffered)
 
-    monkeypatch.setattr(BufferCapacity, "_look", look)
+    monkeypatch.setattr(BufferCapacity, "_check", look)
     skewed(slow())
     assert held, "there was little room at some time"
     assert max(held) <= 500, "half of the room: the fetcher would have gone on"
@@ -251,7 +251,7 @@ def test_stuck_lanes_leave_room_for_others() -> None:
 
 def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
     """Reading again what will run in a moment would only cost."""
-    relief: LaneEvictor[Any] = LaneEvictor()
+    evictor: LaneEvictor[Any] = LaneEvictor()
     table = fill(1000)
     lane = table.take()
     assert lane is not None
@@ -260,34 +260,34 @@ def test_a_lane_that_is_busy_and_quick_lets_go_of_nothing() -> None:
         for _ in range(count):
             assert table.turn(lane) is lane
 
-    assert relief.look(table.lanes.values(), 1.0, 2000) == []
+    assert evictor.check(table.lanes.values(), 1.0, 2000) == []
     passes(500)
-    assert relief.look(table.lanes.values(), 1.25, 2000) == [], "it does 2,000 a second and has 500"
-    assert relief.watching
+    assert evictor.check(table.lanes.values(), 1.25, 2000) == [], "it does 2,000 a second and has 500"
+    assert evictor.watching
     passes(10)
-    (excess,) = relief.look(table.lanes.values(), 1.5, 2000)
+    (excess,) = evictor.check(table.lanes.values(), 1.5, 2000)
     assert excess.keep == 40, "a second of what it did lately"
     assert excess.portion == 125, "a sixteenth of the room"
 
 
 def test_a_lane_that_waits_for_its_turn_lets_go_of_nothing() -> None:
     """It is slow because of others: it would be quick without them."""
-    relief: LaneEvictor[Any] = LaneEvictor()
+    evictor: LaneEvictor[Any] = LaneEvictor()
     table = fill(1000)
     for now in range(1, 10):
-        assert relief.look(table.lanes.values(), now, 2000) == []
-    assert not relief.watching
+        assert evictor.check(table.lanes.values(), now, 2000) == []
+    assert not evictor.watching
 
 
 def test_hot_keys_checked_less_often_while_no_lane_is_large() -> None:
-    relief: LaneEvictor[Any] = LaneEvictor()
+    evictor: LaneEvictor[Any] = LaneEvictor()
     table = fill(20)
     for _ in range(6):
-        assert relief.look(table.lanes.values(), 1.0, 100_000) == []
-    assert relief.wait == 2.0
-    assert not relief.watching
-    relief.forget()
-    assert relief.wait == 0.25
+        assert evictor.check(table.lanes.values(), 1.0, 100_000) == []
+    assert evictor.wait == 2.0
+    assert not evictor.watching
+    evictor.forget()
+    assert evictor.wait == 0.25
 
 
 class Item:

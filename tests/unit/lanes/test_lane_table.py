@@ -129,7 +129,7 @@ class LanesAgainstLists(RuleBasedStateMachine):
         assert lane.state is LaneState.RETRYING
 
     @rule(seconds=st.integers(0, 3))
-    def time_goes_on(self, seconds: int) -> None:
+    def time_passes(self, seconds: int) -> None:
         self.now += seconds
         awake = {group for group, due in self.sleeping.items() if due <= self.now}
         assert self.table.wake(self.now) == len(awake)
@@ -216,7 +216,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
         lanes.STUCK_LANE_ENTRIES_MAX, lanes.LANE_STUCK_AFTER_SECONDS, lanes.REFETCH_ENTRIES_MAX = 2, 2.0, 3
         self.held: dict[int, int] = {}
         self.asked: list[tuple[Lane[Item], list[int]]] = []
-        self.table: Table = LaneTable(let_go=self.let_go, fetch=self.fetch, **self.room())
+        self.table: Table = LaneTable(on_evicted=self.evicted, fetch=self.fetch, **self.room())
         self.numbers = count()
         self.redriven = count(-1, -1)
         self.now = 1.0
@@ -230,7 +230,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
     def room(self) -> dict[str, Any]:
         return {}
 
-    def let_go(self, item: Item) -> None:
+    def evicted(self, item: Item) -> None:
         assert item.partition == 0
         self.let_go_of += 1
 
@@ -285,7 +285,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
     @rule(data=st.data(), stop=st.booleans())
     def halts(self, data: st.DataObject, stop: bool) -> None:
         lane = self._running(data)
-        (self.table.stop if stop else self.table.hold)(lane, self.now)
+        (self.table.stop if stop else self.table.suspend)(lane, self.now)
         self.idle.append(lane)
 
     @precondition(lambda self: self.idle)
@@ -294,7 +294,7 @@ class StuckLanesAgainstLists(RuleBasedStateMachine):
         self.table.resume(self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1))))
 
     @rule(seconds=st.integers(1, 4))
-    def time_goes_on(self, seconds: int) -> None:
+    def time_passes(self, seconds: int) -> None:
         self.now += seconds
         self.table.wake(self.now)
 

@@ -151,10 +151,10 @@ def plain(**options: Any) -> App:
 
 
 async def redrive(made: Bench, *found: RedriveItem) -> None:
-    made.engine.stopped_lanes.hold(b"k")
-    await made.redriver.settled([b"k"])
+    made.engine.stopped_lanes.begin_redrive(b"k")
+    await made.redriver.wait_until_quiet([b"k"])
     await made.redriver.run(found)
-    made.engine.stopped_lanes.let_go(b"k")
+    made.engine.stopped_lanes.end_redrive(b"k")
 
 
 def test_a_letter_waits_until_reading_has_come_to_its_place() -> None:
@@ -197,7 +197,7 @@ def test_a_letter_of_another_topic_runs_before_all_there_is() -> None:
         *_, letter = [
             old.append("old", key=b"k", value=b"old", headers=[], timestamp=7, partition=0) for _ in range(5)
         ]
-        made.engine.stopped_lanes.hold(b"k")
+        made.engine.stopped_lanes.begin_redrive(b"k")
         made.accept(made.append(b"new"))
         await redrive(made, RedriveItem(letter=9, record=letter, redrives=0, in_source=False))
         await made.engine.finish()
@@ -225,11 +225,11 @@ def test_a_redrive_waits_for_the_record_of_a_lane_being_parked() -> None:
         records = made.append(b"0", b"1")
         made.accept(records)
         await asyncio.sleep(0.1)  # 0 failed, and the record of its lane is on its way
-        made.engine.stopped_lanes.hold(b"k")
-        await made.redriver.settled([b"k"])
+        made.engine.stopped_lanes.begin_redrive(b"k")
+        await made.redriver.wait_until_quiet([b"k"])
         assert list(sink.notes) == [(0, b"lane/k")]
         assert sink.dead_letters == []
-        made.engine.stopped_lanes.let_go(b"k")
+        made.engine.stopped_lanes.end_redrive(b"k")
         await made.engine.finish()
         assert sink.notes == {}
 

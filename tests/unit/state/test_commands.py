@@ -157,13 +157,13 @@ def test_the_operator_follows_thousands_of_records_at_once(log: StateLog) -> Non
 def test_command_stays_open_until_it_is_answered(log: StateLog) -> None:
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("redrive", partition=1, key=b"k1", letters=[4, 5])
-        assert operator.standing() == [given]
+        assert operator.open_commands() == [given]
         assert operator.answer(given, 0) is None
         log.answer(given, RedriveCounts(ok=2))
         answer = operator.answer(given, 5)
         assert answer is not None
         assert (answer.ok, answer.owner, answer.counts) == (True, OWNER, RedriveCounts(ok=2))
-        assert operator.standing() == []
+        assert operator.open_commands() == []
 
 
 @given(
@@ -194,7 +194,7 @@ def test_more_commands_than_the_client_queues_are_written(log: StateLog) -> None
     log.room = 7
     with AdminClient(SETTINGS, "chat") as operator:
         operator.give(new_command("release", partition=0, key=b"%d" % n, offset=7) for n in range(50))
-        assert len(operator.standing()) == len(operator.audit()) == 50
+        assert len(operator.open_commands()) == len(operator.audit()) == 50
 
 
 def test_refused_command_is_an_error(log: StateLog) -> None:
@@ -218,11 +218,11 @@ def test_audit_has_every_command_and_its_result(log: StateLog) -> None:
         log.put(2, audit_name(letters.id, done=True), b"junk")
         audit = {action.id: action for action in operator.audit()}
     assert list(audit) == [first.id, second.id, keyless.id, letters.id]
-    assert (audit[first.id].answer, audit[first.id].stands) == (None, True)
+    assert (audit[first.id].answer, audit[first.id].open) == (None, True)
     answer = audit[second.id].answer
     assert answer is not None
     assert (answer.ok, answer.result) == (False, "the lane is not blocked")
-    assert (audit[keyless.id].key, audit[keyless.id].offset, audit[keyless.id].stands) == (None, 7, True)
+    assert (audit[keyless.id].key, audit[keyless.id].offset, audit[keyless.id].open) == (None, 7, True)
     assert (audit[letters.id].key, audit[letters.id].letters) == (b"\xff", 3)
     assert audit[letters.id].answer is None
     assert all("@" in action.who for action in audit.values())
@@ -253,7 +253,7 @@ def test_waiting_ends_soon_when_nothing_comes_from_the_app(log: StateLog) -> Non
         began = time.monotonic()
         assert operator.wait([given], silence=0.2) == CommandResults(answers={}, lost=frozenset())
         assert 0.1 < time.monotonic() - began < 5
-        assert operator.standing() == [given]
+        assert operator.open_commands() == [given]
 
 
 @pytest.mark.parametrize("sign", ["letters", "a word"])
@@ -268,7 +268,7 @@ def test_an_app_that_has_given_a_sign_is_waited_for(sign: str, log: StateLog) ->
             if not said:
                 said = True
                 log.redriven(0, 1) if sign == "letters" else log.put(0, b"audit/x/begun", b"{}")
-            if time.monotonic() - began > 0.5 and given in operator.standing():
+            if time.monotonic() - began > 0.5 and given in operator.open_commands():
                 log.answer(given)
 
         assert set(operator.wait([given], silence=0.2, tell=tell).answers) == {given.id}
@@ -278,7 +278,7 @@ def test_command_without_an_answer_is_given_up(log: StateLog, monkeypatch: pytes
     monkeypatch.setattr(admin_module, "_ANSWER_GRACE_SECONDS", 0.1)
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("release", partition=0, key=b"k", offset=7)
-        assert operator.standing() == [given]
+        assert operator.open_commands() == [given]
         left = [given]
 
         def tell(_answered: int) -> None:
@@ -293,8 +293,8 @@ def test_a_cancelled_order_does_not_wait_to_be_carried_out(log: StateLog) -> Non
         given = operator.command("skip", partition=1, key=b"k", offset=7)
         other = operator.command("skip", partition=1, key=b"k", offset=9)
         operator.give([cancel := cancel_command(given)])
-        assert operator.standing() == [other]
-        assert [(a.id, a.withdraws, a.stands) for a in operator.audit()] == [
+        assert operator.open_commands() == [other]
+        assert [(a.id, a.withdraws, a.open) for a in operator.audit()] == [
             (given.id, "", True),
             (other.id, "", True),
             (cancel.id, given.id, True),

@@ -43,7 +43,7 @@ def moved(came: int, done: int, lag: int, seconds: float = 2.0) -> LagMovement:
 
 
 def judged(movement: LagMovement, **given: Any) -> LagTrend:
-    known: dict[str, Any] = {"whole": movement, "runs": True, "held_up": False, "standing": 0.0, "work": None}
+    known: dict[str, Any] = {"whole": movement, "runs": True, "held_up": False, "stalled": 0.0, "work": None}
     return pace_of(movement, **known | given)
 
 
@@ -58,19 +58,19 @@ def judged(movement: LagMovement, **given: Any) -> LagTrend:
         (moved(1000, 990, 60), {}, LagTrend.KEEPING_UP),
         (moved(1000, 500, 5000), {}, LagTrend.FALLING_BEHIND),
         (moved(500, 1000, 5000), {}, LagTrend.CATCHING_UP),
-        (moved(0, 1000, 5000), {"standing": 90.0}, LagTrend.CATCHING_UP),
+        (moved(0, 1000, 5000), {"stalled": 90.0}, LagTrend.CATCHING_UP),
         (moved(0, 0, 5), {}, LagTrend.KEEPING_UP),
-        (moved(0, 0, 5), {"standing": 29.0}, LagTrend.KEEPING_UP),
-        (moved(0, 0, 5), {"standing": 31.0}, LagTrend.STUCK),
+        (moved(0, 0, 5), {"stalled": 29.0}, LagTrend.KEEPING_UP),
+        (moved(0, 0, 5), {"stalled": 31.0}, LagTrend.STUCK),
         (moved(0, 0, 5), {"held_up": True}, LagTrend.STUCK),
         (moved(0, 0, 5), {"runs": False}, LagTrend.NOT_RUNNING),
         (moved(0, 0, 5), {"runs": False, "held_up": True}, LagTrend.NOT_RUNNING),
         (moved(2000, 0, 5000), {}, LagTrend.FALLING_BEHIND),
         (moved(0, 0, 5000), {}, LagTrend.FALLING_BEHIND),
-        (moved(0, 0, 5000), {"starting": True, "standing": 40.0}, LagTrend.CATCHING_UP),
+        (moved(0, 0, 5000), {"starting": True, "stalled": 40.0}, LagTrend.CATCHING_UP),
         (moved(0, 0, 5000), {"whole": moved(0, 10, 9000)}, LagTrend.CATCHING_UP),
         (moved(0, 0, 5000), {"whole": moved(20, 10, 9000)}, LagTrend.FALLING_BEHIND),
-        (moved(0, -50, 50), {"standing": 40.0}, LagTrend.STUCK),
+        (moved(0, -50, 50), {"stalled": 40.0}, LagTrend.STUCK),
     ],
 )
 def test_trend_follows_the_movement(movement: LagMovement, given: dict[str, Any], pace: LagTrend) -> None:
@@ -90,7 +90,7 @@ def told(ago: float = 0.0, *, held: int = 100, stood: float = 0.0, **given: Any)
 
 
 def paced(*tasks: Snapshot) -> LagTrend:
-    return judged(moved(0, 0, 900), standing=0.0, work=work_on(0, tasks, NOW))
+    return judged(moved(0, 0, 900), stalled=0.0, work=work_on(0, tasks, NOW))
 
 
 def test_slow_stage_is_not_stuck() -> None:
@@ -185,9 +185,9 @@ def test_stuck_partition_names_its_cause() -> None:
         "offset 1040 failed in stage pay, retrying for 1 min 5 s, next is attempt 3"
     ]
     stands = moved(0, 0, 1000)
-    stuck = first(view(LagTrend.STUCK), movement=stands, standing=40.0)
+    stuck = first(view(LagTrend.STUCK), movement=stands, stalled=40.0)
     assert reasons(stuck, stuck.partitions[0]) == ["nothing moved past offset 1040 (key k42) for 40 s"]
-    work = WorkInProgress(in_flight=3, standing=40, idle=0, slowest=0.1, patience=30)
+    work = WorkInProgress(in_flight=3, stalled=40, idle=0, slowest=0.1, patience=30)
     stuck = first(view(LagTrend.STUCK), movement=stands, work=work)
     assert reasons(stuck, stuck.partitions[0]) == [
         "nothing moved past offset 1040 (key k42) for 40 s while other messages finish"
@@ -208,7 +208,7 @@ def test_stuck_partition_names_its_cause() -> None:
 
 
 def test_slow_work_is_named_and_no_key_is_blamed() -> None:
-    work = WorkInProgress(in_flight=3, standing=12, idle=12, slowest=16.0, patience=48)
+    work = WorkInProgress(in_flight=3, stalled=12, idle=12, slowest=16.0, patience=48)
     slow = first(view(LagTrend.CATCHING_UP), movement=moved(0, 0, 1000), work=work)
     assert reasons(slow, slow.partitions[0]) == [
         "3 messages in flight, none finished in 12 s; the slowest message took 16 s"
@@ -319,7 +319,7 @@ class Watched:
         Watched.asked = group, topic, app
         assert over > 0
 
-    def look(self) -> LagView | None:
+    def measure(self) -> LagView | None:
         Watched.looks += 1
         if Watched.looks == 3:
             raise BrokerError("no answer")
@@ -485,9 +485,9 @@ class Cluster:
 
     def looked(self, second: Callable[[], None] = lambda: None) -> LagView:
         watch = lag_monitor_module.LagMonitor(KafkaSettings("nowhere:1"), "chat", "chat.in", over=0.2)
-        assert watch.look() is None
+        assert watch.measure() is None
         second()
-        found = watch.look()
+        found = watch.measure()
         watch.close()
         assert found is not None
         return found
@@ -590,7 +590,7 @@ def test_run_without_telemetry_so_far_is_starting(monkeypatch: pytest.MonkeyPatc
 
 
 def test_slow_work_has_no_time_to_catch_up() -> None:
-    work = WorkInProgress(in_flight=3, standing=12, idle=12, slowest=16.0, patience=48)
+    work = WorkInProgress(in_flight=3, stalled=12, idle=12, slowest=16.0, patience=48)
     slow = first(view(LagTrend.CATCHING_UP), movement=moved(0, 0, 1000), work=work)
     assert "never" not in text(slow)
 
