@@ -1,4 +1,4 @@
-"""What batches are worth where a call is dear: ``python -m bench.batch [--rounds 3] [--single 3000] [--batch 40000]``.
+"""The gain of batches if a call is expensive: ``python -m bench.batch [--rounds 3] [--single 3000] [--batch 40000]``.
 
 A stage that stands for a model, or for an endpoint that takes many at once: a call costs 5 ms and 0.05 ms for each
 message in it, and there is one call at a time (``max_concurrency=1``, one task). 2,000 keys, taking turns on one
@@ -13,7 +13,7 @@ So what is compared is the same call made for one or for many, not two engines. 
 without its limit would do more. The cost is a sleep in a thread: nothing else is held up by it.
 
 Everything else is as a user gets it: Kafka, Spark on ``local[2]``, results written and acknowledged. Throughput is
-taken from the times at which the broker wrote the results, from 20% to 100% of them. Every attempt is written down and
+taken from the times at which the broker wrote the results, from 20% to 100% of them. Every attempt is recorded and
 judged by the checker, and every result is read back: each message once, in the order of its key. Exit code 0: batches
 do at least 20 times as much. Prints a table and a line of JSON.
 """

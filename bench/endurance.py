@@ -1,12 +1,11 @@
 """Whether anything grows: ``python -m bench.endurance [--minutes 30] [--rate …]`` (or the environment's ``MINUTES``).
 
-The chat pipeline (four stages, 100 ms together, 10% of the messages fail at first) at half of what it can do, which is
-measured first, for half an hour, in loads of 30 seconds with keys of their own: lanes come and go by the hundred
-thousand. Every ten seconds all processes of the app are looked at: memory of the Python workers and of Spark's JVM,
-threads and open files. Spark's Java collects its garbage once a minute here, so that what grows is no garbage. Before
-all that a load of more than it can do fills the app: a machine that stands still for seconds would do that in the
-middle, and what a full app takes is no growth. Every load's results are checked: all there, once, in order; and when
-they are there, no lane may be left.
+Runs the chat pipeline (four stages, 100 ms together, 10% of the messages fail at first) for half an hour at half of its
+maximum rate, which is measured first, in loads of 30 seconds with new keys: hundreds of thousands of lanes come and go.
+Every ten seconds it samples all processes of the app: memory of the Python workers and of Spark's JVM, threads and open
+files. Spark's Java collects its garbage once a minute here, so growth is not garbage. Before that an overload fills the
+app: otherwise a machine that hangs for seconds would fill it in the middle, and that memory would look like growth. The
+results of every load are checked: all there, once, in order; and then no lane may be left.
 
 The verdict is drift: the median of the last third against that of the first third after a warm-up of a fifth of the
 time (at most 5 minutes). Exit code 0: memory, threads and files drift upwards by less than 5%, no lane was left, and

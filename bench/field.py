@@ -115,7 +115,7 @@ class Field:
     def warm_broker(self, seconds: float) -> None:
         """Write and read until Java has compiled what a broker does most: a new one takes three times as long for it.
 
-        Otherwise whoever is measured first would be measured on another broker than the rest. A third of the time a
+        Otherwise the first contestant would be measured on a slower broker than the others. A third of the time a
         steady load, then as much as goes through the client that the Python peers use.
         """
         topic = f"warm-{next(_numbers)}"

@@ -6,7 +6,7 @@ sends when a message is due, whether the app keeps up or not:
 =========== ==========================================================================================================
 ``uniform`` every key is as likely as every other
 ``zipf``    key number *n* is 1/n^s times as likely as the first. The rate is such that the first keys get more than a
-            lane can do, one message after another: they fall behind for as long as the load lasts, whatever the engine
+            lane can process: they fall behind for as long as the load lasts, whatever the engine
 =========== ==========================================================================================================
 
 Compared are the *cold* lanes: keys with less than 1% of the messages. Latency counts from when a message was due to
@@ -14,8 +14,8 @@ when the broker wrote its result. The app's capacity is small, so that the backl
 the room there is, within seconds; with the usual capacity that takes minutes. Every result is checked: each message
 once, in the order of its key. The next load begins when all results of the last one are there.
 
-Other work on the machine shows in the p99 of a whole load, in either kind. Beside it stands the median of the p99 of
-every single second, which says whether a difference was there all the time or in a few moments. It decides nothing.
+Other work on the machine shows in the p99 of a whole load, in either kind. The table therefore also has the median of
+the p99 of every single second, which tells a constant difference from a few bad moments. It decides nothing.
 
 ``--grid`` measures nothing: it goes through many distributions, stages and capacities in virtual time
 (:mod:`bench.skew_model`), and ``--update-docs`` puts its table into docs/benchmarks.md.
@@ -392,7 +392,7 @@ def grid_table(outcomes: Sequence[skew_model.Outcome]) -> str:
         times = max((one.took / one.optimum for one in group if one.optimum >= 5.0), default=1.0)
         reads = [one.read for one in group]
         lines.append(
-            f"| {'arrives' if live else 'lies there'} | {capacity:,} | {len(group)} | {late:.1f} | {times:.2f} | "
+            f"| {'arrives' if live else 'backlog'} | {capacity:,} | {len(group)} | {late:.1f} | {times:.2f} | "
             f"{max(one.most for one in group):,} | {sum(reads) / len(reads):.2f} | {max(reads):.2f} |"
         )
     return "\n".join(lines)

@@ -1,10 +1,10 @@
 """Lanes that share little room, in virtual time: how long cold keys wait beside hot ones.
 
-The lane table, the relief and the fetcher are the real ones. Only the log, the stage and the clock are made up: reading
-takes :data:`READ_SECONDS` seconds a message, a stage waits, and a lane that reads again waits for a pass over that
-part of the log. A second of it costs a few milliseconds, so that many distributions can be tried.
+The lane table, the evictor and the fetcher are the real ones. Only the log, the stage and the clock are made up:
+reading takes :data:`READ_SECONDS` seconds a message, a stage waits, and a lane that reads again waits for a pass over
+that part of the log. A second of it costs a few milliseconds, so that many distributions can be tried.
 
-The optimum is what nobody can beat who reads a log from its beginning: a message starts when it has been read and the
+The optimum is the best that a reader of the log can do: a message starts when it has been read and the
 one before it in its lane is done. Whatever is not next in its lane costs no memory and no second reading; the heads of
 lanes take as much memory as reading may fill, half of the capacity. Then reading waits.
 """
@@ -37,7 +37,7 @@ WORSE, REACTION = 1.5, 1.5
 READS_PER_MESSAGE_MAX = 3.0
 """How often a message is read at most, on average."""
 _PASS, _SKIM, _LEAP = 0.02, 2e-6, 20_000
-"""Seconds until a pass over the log begins, and that it takes for a message; holes of so many are leapt over."""
+"""Seconds until a pass over the log begins, and that it takes for a message; longer holes are skipped."""
 _POLL_SECONDS = 0.005
 
 

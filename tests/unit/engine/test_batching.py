@@ -644,7 +644,7 @@ def test_invalid_batch_options_are_refused_at_build_time() -> None:
     for annotation in (Message, dict, list[int], "Message", "dict[str, Message]", "list[Unknown]", pa.Array):
         takes = _takes(annotation)
         told = refused(lambda app, takes=takes: app.batch_stage(takes))  # type: ignore[misc]
-        assert "a batch stage is given list[Message], a list of payloads" in told
+        assert "a batch stage takes list[Message], a list of payloads" in told
 
     def with_handler(app: App) -> None:
         app.on("Paid")(_takes(Message))
