@@ -453,7 +453,7 @@ class App:
         ``checkpoint_location`` is Spark's checkpoint, a temporary one if not given; ``query_name`` the query's name in
         Spark, the app's if not given. ``format`` and ``path`` are the query's sink for outcome rows, as of
         ``writeStream``; ``"noop"``, if not given, drops them. ``outcomes`` is which rows the query gets: ``"all"``,
-        ``"failed"`` (retried or dead) or ``"none"``; all, but only failed ones with ``"noop"``.
+        ``"failed"`` (retried, or with a dead letter) or ``"none"``; all, but only failed ones with ``"noop"``.
 
         ``log_format`` is how tasks write their logs: ``"text"`` or ``"json"``, a line for every event.
 

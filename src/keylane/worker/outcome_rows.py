@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING
 
+from keylane.outcome import WITH_DEAD_LETTER
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -34,7 +36,11 @@ class OutcomeRows:
         if self._wanted == "all":
             self._rows += deliveries
         elif self._wanted == "failed":
-            self._rows += [d for d in deliveries if d.error is not None or d.attempts > 1]
+            self._rows += [
+                d
+                for d in deliveries
+                if d.error is not None or d.attempts > 1 or d.outcome in WITH_DEAD_LETTER
+            ]
         if len(self._rows) >= _BATCH_ROWS:
             self.hand_over()
 
