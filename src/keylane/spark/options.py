@@ -44,7 +44,7 @@ class Options:
                            JSON as for Spark's Kafka source: ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest)
     ``epoch``              seconds per epoch, which then drains and is replanned; 300
     ``tasks``              largest number of tasks; by default Spark's slots
-    ``outcomes``           outcome rows for the query: ``"all"``, ``"failed"`` (retried, or with a dead letter), ``"none"``;
+    ``outcomes``           outcome rows: ``"all"``, ``"failed"`` (retried, or with a dead letter), ``"none"``;
                            all, but only failed ones for the sink ``noop``, where nothing reads them
     ``checkpointLocation`` Spark's checkpoint; a temporary one when not given
     ``queryName``          the query's name in Spark; the app's name
