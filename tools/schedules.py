@@ -2,7 +2,7 @@
 
 A seed decides everything: the app's policy, delivery, breaker and limits, what is sent twice, what fails when and how,
 how long the broker takes for what, when tasks crash, drain, or share partitions out otherwise, and what operators do
-about it, sensible or not. The cause of the poison is mended after a while; in the end everything is released and
+about it, sensible or not. The cause of the poison is fixed after a while; in the end everything is released and
 redriven, so that every message comes through.
 
     python -m schedules --seeds 20000 --processes 2     many of them, with progress and the seeds that failed
@@ -127,11 +127,11 @@ def make_app(rng: random.Random, shape: Shape) -> App:
         sink="out",
         on_failure=shape.policy,
         delivery=shape.delivery,
-        # Long enough for any outage that is not the breaker's business: an outage is no reason for dead letters.
+        # Long enough for any outage that the breaker does not handle: an outage must not make dead letters.
         retry=Retry(attempts=rng.choice([6, 12]), wait_initial=0.1, wait_max=rng.choice([0.5, 2.0])),
         commit_interval=rng.choice([0.05, 0.2, 1.0]),
         drain_timeout=rng.choice([0.05, 0.5, 5.0]),
-        # Lanes that wait for a version in vain stop, and a task that is full of blocked lanes reads nothing more.
+        # Lanes that wait too long for a version stop, and a task that is full of blocked lanes reads nothing more.
         max_buffered=65_536 if shape.versions else rng.choice([8, 64, 65_536]),
         failure_guard=FailureGuard(consecutive=10_000, minimum=10_000),
         versions=VersionOrdering(wait=rng.choice((0.3, 100.0)), on_timeout="fail")
@@ -149,7 +149,7 @@ def make_app(rng: random.Random, shape: Shape) -> App:
     async def first(msg: Message) -> bytes:
         await asyncio.sleep(chance(msg, 1) * 0.05)
         if chance(msg, 2) < sick and asyncio.get_running_loop().time() < MENDED_SECONDS:
-            raise Poison("not yet mended")
+            raise Poison("not fixed yet")
         if msg.attempt == 1 and chance(msg, 3) < flaky:
             raise (Transient("try again"), TimeoutError(), Transient("later", retry_after=0.3))[mood]
         return bytes(msg.value)
@@ -205,7 +205,7 @@ def make_faults(rng: random.Random, shape: Shape) -> list[Fault]:
 
 
 def run(seed: int) -> Counter[str]:
-    """Run one and judge it; what it had of what is interesting. Raises what is wrong, AssertionError or another."""
+    """Run one and judge it; returns its interesting features. Raises AssertionError or another error if it is wrong."""
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
     harness = Harness(
@@ -275,7 +275,7 @@ def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
     got = {value for _, value in outputs}
     through = {names[value] for value in got}
     missing = set(names.values()) - through
-    assert not missing, f"the cause is mended and nothing of these came through: {missing}"
+    assert not missing, f"the cause is fixed, but these did not come through: {missing}"
     passed_over = {at[place] for place in result.duplicates}
     check_results(
         [(key, value) for key, value in inputs if value in got or value not in passed_over],
@@ -286,7 +286,7 @@ def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
 
 
 def problem_of(seed: int) -> tuple[int, str, Counter[str]]:
-    """The seed, what is wrong with its run, or nothing, and what it had."""
+    """The seed, the problem of its run if any, and its features."""
     try:
         return seed, "", run(seed)
     except Exception as error:

@@ -88,17 +88,17 @@ class Shop:
         self.spark = spark
         self.name = name
         self.load = Load.of(seed)
-        self.mended = folder / "mended"
+        self.fixed = folder / "fixed"
         self.history = folder / "history"
         log.create(f"{name}.in", f"{name}.out")
         self.sent = log.send(f"{name}.in", self.load.messages)
         self.app = self._app(
-            policy, set(self.load.poisoned.values()), self.mended, self.history, folder / "spool"
+            policy, set(self.load.poisoned.values()), self.fixed, self.history, folder / "spool"
         )
         offsets = {row.value: (row.partition, row.offset) for row in log.read(f"{name}.in")}
         self.positions = {key: offsets[b"%d" % n] for key, n in self.load.poisoned.items()}
 
-    def _app(self, policy: OnFailure, bad: set[int], mended: Path, history: Path, spool: Path) -> App:
+    def _app(self, policy: OnFailure, bad: set[int], fixed: Path, history: Path, spool: Path) -> App:
         app = App(
             self.name,
             source=f"{self.name}.in",
@@ -110,7 +110,7 @@ class Shop:
         )
 
         def is_bad(number: int) -> bool:
-            return number in bad and not mended.exists()
+            return number in bad and not fixed.exists()
 
         @app.stage
         async def work(msg: Message) -> bytes:
@@ -241,7 +241,7 @@ def test_block_over_a_restart_stops_lanes_until_released(
         shop.start()
         shop.until_the_others_are_through()
         shop.until_stopped(operator, LaneStatus.BLOCKED, 3)
-        shop.mended.touch()
+        shop.fixed.touch()
         for key, (partition, offset) in shop.positions.items():
             shop.released(operator, operator.command("release", partition=partition, key=key, offset=offset))
         shop.until_all_is_done()
@@ -268,7 +268,7 @@ def test_block_and_dlq_over_a_killed_worker_archives_once(
             kill(worker)
         shop.until_the_others_are_through()
         shop.until_stopped(operator, LaneStatus.BLOCKED, 3)
-        shop.mended.touch()
+        shop.fixed.touch()
         *released, skipped = shop.positions
         for key in released:
             shop.released(
@@ -318,7 +318,7 @@ def test_park_over_a_restart_redrives_in_order(
         for key in shop.positions:
             assert [int(letter.value or b"") for letter in parked if letter.key == key] == shop.behind(key)
         assert len(parked) == sum(len(shop.behind(key)) for key in shop.positions)
-        shop.mended.touch()
+        shop.fixed.touch()
         orders = {
             key: operator.command("redrive", partition=partition, key=key)
             for key, (partition, _) in shop.positions.items()
@@ -500,11 +500,11 @@ def test_failing_every_message_stops_the_query(
         for n in range(2000)
     ]
     sent = log.send(f"{name}.in", load)
-    mended = tmp_path / "mended"
+    fixed = tmp_path / "fixed"
     app = App(name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(tmp_path / "history"))
 
     def has_the_bug() -> bool:
-        return not mended.exists()
+        return not fixed.exists()
 
     @app.stage
     async def work(msg: Message) -> bytes:
@@ -526,7 +526,7 @@ def test_failing_every_message_stops_the_query(
         "Spark's second try of a task wrote them again"
     )
 
-    mended.touch()
+    fixed.touch()
     again = app.start(spark, bootstrap=broker.bootstrap, available_now=True)
     assert again.awaitTermination(40)
     results = {row.value for row in log.read(f"{name}.out")}

@@ -134,9 +134,7 @@ def test_a_topic_that_does_not_exist_is_named(
         echo(name).start(spark, bootstrap=broker.bootstrap)
 
 
-def test_a_broker_that_is_not_there_is_named(
-    spark: SparkSession, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_broker_is_named(spark: SparkSession, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "REQUEST_SECONDS", 1.0)
     with pytest.raises(BrokerError, match=r"no Kafka broker answered at 127\.0\.0\.1:9 within 1 s"):
         echo(name).start(spark, bootstrap="127.0.0.1:9")

@@ -59,7 +59,7 @@ class Shop:
     def __init__(self, log: Log, name: str, folder: Path, policy: OnFailure, partitions: int = 2) -> None:
         self.log = log
         self.name = name
-        self.mended: set[bytes] = set()
+        self.fixed: set[bytes] = set()
         self.pace = 0.0  # seconds that a message takes
         self._folder = folder
         self._policy: OnFailure = policy
@@ -96,7 +96,7 @@ class Shop:
 
         @app.stage
         async def work(msg: Message) -> bytes:
-            if msg.value.startswith(b"bad") and msg.value not in self.mended:
+            if msg.value.startswith(b"bad") and msg.value not in self.fixed:
                 raise Poison(f"{msg.value.decode()} makes no sense")
             await asyncio.sleep(self.pace)
             return bytes(msg.value)
@@ -214,7 +214,7 @@ def test_released_lane_continues_at_once_in_order(
         assert again.code == 1
         wait_until(lambda: shop.json("lanes", "show", "k1")["attempts"] == 2, 20, "it is blocked again")
 
-        shop.mended |= {b"bad2", b"bad6"}
+        shop.fixed |= {b"bad2", b"bad6"}
         began = time.monotonic()
         shop("lanes", "release", "k1").ok()
         shop.wait_for(6)
@@ -297,7 +297,7 @@ def test_a_parked_lane_is_redriven_whole_and_in_order(
             1,
             "4 dead letters of 1 lane: 0 through, 0 dead again, 4 still parked",
         )
-        shop.mended.add(b"bad2")
+        shop.fixed.add(b"bad2")
         redriven = shop("dlq", "redrive", "--stage", "work")
         assert redriven.ok() == "4 dead letters of 1 lane: 4 through, 0 dead again, 0 still parked\n"
         assert redriven.seconds < 2 * ACTS_WITHIN
@@ -324,7 +324,7 @@ def test_new_messages_wait_behind_their_lanes_redrive(
     sent = shop.send(*(f"{key}=bad" for key in keys), *(f"{key}={n}" for n in range(30) for key in keys))
     with shop.running():
         shop.wait_for_letters(8 * 31)
-        shop.mended.add(b"bad")
+        shop.fixed.add(b"bad")
         stop = threading.Event()
         numbers = iter(range(30, 10_000))
 
@@ -357,7 +357,7 @@ def test_selected_letters_are_redriven_and_may_fail_again(log: Log, name: str, t
     shop.send("k1=bad1", "k1=2", "k1=bad3", "k2=bad4", "@1=bad5", "k1=bad6")
     with shop.running():
         shop.wait_for_letters(5)
-        shop.mended |= {b"bad1", b"bad4", b"bad5"}
+        shop.fixed |= {b"bad1", b"bad4", b"bad5"}
         lines = shop.json("dlq", "list", "--letters")["list"]
         at = {line["source"]: line["position"] for line in lines}
         first, third = at[shop.at("bad1")], at[shop.at("bad3")]
@@ -373,7 +373,7 @@ def test_selected_letters_are_redriven_and_may_fail_again(log: Log, name: str, t
         (new,) = (line for line in lines if line["source"] == shop.at("bad3"))
         assert (new["redrives"], new["position"] == third) == (1, False)
 
-        shop.mended |= {b"bad3", b"bad6"}
+        shop.fixed |= {b"bad3", b"bad6"}
         found = shop.json("dlq", "redrive", "--error", "Poison")
         assert (found["letters"], found["through"], len(found["lanes"])) == (4, 4, 3)
         assert shop.json("dlq", "list")["letters"] == 0
@@ -393,7 +393,7 @@ def test_commands_given_while_down_run_at_the_start(
         shop("lanes", "skip", "c").ok()
         shop.wait_for(1)
         shop.wait_for_lanes(a="blocked", b="blocked")
-    shop.mended |= {b"bad1", b"bad5"}
+    shop.fixed |= {b"bad1", b"bad5"}
     stands = "the app does not seem to be running; it will carry out the command when it starts\n"
     assert shop("lanes", "release", "a", "--wait", "0.5").ok() == stands
     assert shop("lanes", "release", "b", "--wait", "0").ok() == stands
@@ -507,7 +507,7 @@ def test_a_redrive_that_is_cancelled_leaves_the_lane_parked(
     sent = shop.send("k=bad", *(f"k={number}" for number in range(40)))
     with shop.running():
         shop.wait_for_letters(41)
-        shop.mended.add(b"bad")
+        shop.fixed.add(b"bad")
         shop.pace = 0.05
         shop("dlq", "redrive", "--lane", "k", "--no-wait").ok()
         shop.wait_for(5)
@@ -535,7 +535,7 @@ def test_interrupted_redrive_continues_in_the_next_run(
     sent = shop.send("k1=bad", *(f"k1={number}" for number in range(40)))
     with shop.running():
         shop.wait_for_letters(41)
-        shop.mended.add(b"bad")
+        shop.fixed.add(b"bad")
         shop.pace = 0.05
         assert (
             shop("dlq", "redrive", "--lane", "k1", "--no-wait").ok().startswith("41 dead letters of 1 lane\n")
@@ -568,7 +568,7 @@ def test_keyless_messages_of_two_partitions_are_distinct(log: Log, name: str, tm
     shop.send("@0=bad1", "@1=bad2")
     with shop.running():
         wait_until(lambda: len(shop.json("lanes", "list")) == 2, 20, "both are blocked")
-        shop.mended |= {b"bad1", b"bad2"}
+        shop.fixed |= {b"bad1", b"bad2"}
         assert shop("lanes", "release", "--at", "0/0").ok()
         shop.wait_for(1)
         assert shop.results(None) == ["bad1"]
@@ -582,7 +582,7 @@ def test_keyless_letters_of_two_partitions_are_redriven(log: Log, name: str, tmp
     shop.send("@0=bad1", "@1=bad2")
     with shop.running():
         shop.wait_for_letters(2)
-        shop.mended |= {b"bad1", b"bad2"}
+        shop.fixed |= {b"bad1", b"bad2"}
         assert shop("dlq", "redrive", "--all").ok()
         assert sorted(shop.results(None)) == ["bad1", "bad2"]
         shop.wait_for_letters(0)
@@ -593,7 +593,7 @@ def test_repeated_letter_is_redriven_once(log: Log, name: str, tmp_path: Path) -
     shop.send("a=bad1", "a=b")
     with shop.running():
         shop.wait_for_letters(1)
-        shop.mended.add(b"bad1")
+        shop.fixed.add(b"bad1")
         assert shop("dlq", "redrive", "--lane", "a").ok()
         (letter,) = log.read(f"{name}.dlq")
         log.send(  # as a crash between the letter and its progress leaves it
@@ -617,7 +617,7 @@ def test_blocked_lane_admits_redriven_messages(log: Log, name: str, tmp_path: Pa
             20,
             "blocked at the second",
         )
-        shop.mended.add(b"bad1")
+        shop.fixed.add(b"bad1")
         with AdminClient(KafkaSettings(log.bootstrap), name) as operator:
             (lane,) = operator.lanes()
             command = operator.command("redrive", partition=lane.partition, key=b"a")
@@ -625,7 +625,7 @@ def test_blocked_lane_admits_redriven_messages(log: Log, name: str, tmp_path: Pa
         assert answer is not None
         assert answer.ok
         assert shop.results(b"a") == ["bad1"]
-        shop.mended.add(b"bad2")
+        shop.fixed.add(b"bad2")
         assert shop("lanes", "release", "a").ok()
         shop.wait_for(3)
         assert shop.results(b"a") == ["bad1", "bad2", "c"]
@@ -651,7 +651,7 @@ def test_foreign_letters_neither_run_nor_end_a_task(log: Log, name: str, tmp_pat
             f"{name}.dlq",
             [{"key": b"k", "value": b"forged", "partition": 0, "headers": headers} for headers in forged],
         )
-        shop.mended.add(b"bad1")
+        shop.fixed.add(b"bad1")
         assert shop.json("dlq", "list")["unreadable"] == 4
         assert (
             shop("dlq", "redrive", "--all")

@@ -51,10 +51,10 @@ def parked_app(name: str, folder: Path, bad: set[int]) -> App:
         on_failure="park",
         observer=HistoryWriter(folder / "history"),
     )
-    mended = folder / "mended"
+    fixed = folder / "fixed"
 
     def is_bad(number: int) -> bool:
-        return number in bad and not mended.exists()
+        return number in bad and not fixed.exists()
 
     @app.stage
     async def work(msg: Message) -> bytes:
@@ -99,7 +99,7 @@ def test_redrive_under_load_keeps_lane_order(
     with AdminClient(log.settings, name) as operator:
         wait_until(lambda: len(operator.lanes()) == POISONED, 30, "the poisoned lanes are parked")
         time.sleep(max(0.0, began + 4 - time.monotonic()))
-        (tmp_path / "mended").touch()
+        (tmp_path / "fixed").touch()
         lanes = {record.key: record for record in operator.lanes()}
         assert {record.stop for record in lanes.values()} == {LaneStatus.PARKED}
         assert lanes.keys() == poisoned.keys()

@@ -159,7 +159,7 @@ def test_a_rewind_is_followed_by_a_task_that_begins_later(
     assert runner.run_plan(HALVES, "r2") == []
 
 
-def test_records_of_ranges_that_are_gone_are_taken_back(log: Log, name: str, tmp_path: Path) -> None:
+def test_records_of_removed_ranges_are_deleted(log: Log, name: str, tmp_path: Path) -> None:
     log.create(f"{name}.in", partitions=1)
     broken = True
     app = App(name, source=f"{name}.in")

@@ -45,7 +45,7 @@ def answer_to(operator: AdminClient, order: Any) -> CommandAnswer | None:
 
 
 @pytest.mark.parametrize("do", ["redrive", "skip"])
-def test_a_command_is_carried_out_when_there_is_nothing_to_read(log: Log, name: str, do: Any) -> None:
+def test_command_runs_without_new_messages(log: Log, name: str, do: Any) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=1)
     log.send(f"{name}.in", [{"key": b"k", "value": b"bad"}])
     app, fixed = fixable(name, sink=f"{name}.out", on_failure="skip" if do == "redrive" else "block")

@@ -34,7 +34,7 @@ app = App("{name}", source="{name}.in", sink="{name}.out", observer=HistoryWrite
 
 @app.stage
 async def work(msg: Message):
-    if msg.partition == 1 and not Path("{folder}/mended").exists():
+    if msg.partition == 1 and not Path("{folder}/fixed").exists():
         os.kill(os.getpid(), 9)
     await asyncio.sleep(0.02)
     return msg.value
@@ -63,7 +63,7 @@ def test_failed_query_or_jvm_restarts_until_taken_over(
     with Running(tmp_path, "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]") as run:
         run.says("the query failed: a Python worker ended unexpectedly, 4 times in a row")
         run.says("It is started again in 1 s (failure 1 in a row)")
-        (tmp_path / "mended").touch()
+        (tmp_path / "fixed").touch()
         run.says("runs again")
         run.until(lambda: log.lag(name, f"{name}.in") == 0, 60, "everything is done")
 

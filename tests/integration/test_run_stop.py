@@ -41,7 +41,7 @@ async def database():
 
 @app.stage
 async def think(msg: Message, database):
-    while msg.key == b"stubborn" and not (folder / "mended").exists():
+    while msg.key == b"stubborn" and not (folder / "fixed").exists():
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -50,7 +50,7 @@ async def think(msg: Message, database):
 
 @app.stage
 def write(msg: Message):
-    if msg.key == b"blocked" and not (folder / "mended").exists():
+    if msg.key == b"blocked" and not (folder / "fixed").exists():
         threading.Event().wait()
     return msg.value
 """
@@ -118,7 +118,7 @@ def test_a_stop_in_every_phase(log: Log, broker: Broker, name: str, tmp_path: Pa
     assert (code, facts["ended"], facts["drained"]) == (4, "stopped", False), run.lines
     assert any("messages in flight run again next time" in line for line in run.lines)
 
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     with Running(tmp_path, *arguments, "--until-caught-up") as run:
         run.has("java")
         code, facts = run.ends(within=90)

@@ -115,8 +115,8 @@ def survive(
     name: str,
     folder: Path,
     *,
-    break_it: Callable[[], None],
-    mend_it: Callable[[], None],
+    break_topic: Callable[[], None],
+    repair: Callable[[], None],
 ) -> tuple[list[Sent], list[Row], list[DeadLetter]]:
     """An app whose dead-letter topic breaks and is repaired. Returns messages, outcome rows and letters."""
     log.create(f"{name}.in", f"{name}.out")
@@ -128,7 +128,7 @@ def survive(
     spool = Spool(folder / "spool", name, log.cluster.identity(f"{name}.in").source.cluster)
     assert spool.waiting() == 0
 
-    break_it()
+    break_topic()
     began = time.monotonic()
     sent += log.send(f"{name}.in", messages(5, 75))
     wait_until(lambda: log.lag(name, f"{name}.in") == 0, 30, "everything is done, the lanes went on")
@@ -136,7 +136,7 @@ def survive(
     assert spool.waiting() == 15
     assert list(spool.folder.glob("*.spool"))
 
-    mend_it()
+    repair()
     began = time.monotonic()
     wait_until(lambda: spool.waiting() == 0, SHIPPED_WITHIN, "the spool is empty")
     shipped = time.monotonic() - began
@@ -153,13 +153,13 @@ def survive(
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_letters_wait_in_the_spool_while_their_topic_is_gone(
+def test_letters_spool_while_their_topic_is_missing(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     assert "auto.create.topics.enable=false" in (broker.nodes[0].folder / "server.properties").read_text()
     dlq = f"{name}.dlq"
     sent, rows, letters = survive(
-        log, spark, name, tmp_path, break_it=lambda: log.delete(dlq), mend_it=lambda: log.create(dlq)
+        log, spark, name, tmp_path, break_topic=lambda: log.delete(dlq), repair=lambda: log.create(dlq)
     )
     assert judge(sent).repeats == 0
     assert_buried(
@@ -178,8 +178,8 @@ def test_letters_spool_while_their_topic_refuses_them(
         spark,
         name,
         tmp_path,
-        break_it=lambda: log.alter(dlq, max_message_bytes="100"),
-        mend_it=lambda: log.alter(dlq, max_message_bytes="1000000"),
+        break_topic=lambda: log.alter(dlq, max_message_bytes="100"),
+        repair=lambda: log.alter(dlq, max_message_bytes="1000000"),
     )
     assert judge(sent).repeats == 0
     assert_buried(rows, letters, name)
@@ -221,7 +221,7 @@ def test_letters_spool_without_permission_to_write(
             for future in admin.delete_acls([AclBindingFilter(**denied)]).values():
                 future.result(10)
 
-        sent, rows, letters = survive(log, spark, name, tmp_path, break_it=forbid, mend_it=allow)
+        sent, rows, letters = survive(log, spark, name, tmp_path, break_topic=forbid, repair=allow)
     assert judge(sent).repeats == 0
     assert_buried(rows, letters, name)
 

@@ -1,7 +1,7 @@
 """Spark's daemon of Python workers, but for one thing: its order to kill a worker that is stopped never arrives.
 
 That is what makes a real zombie of a worker that gets SIGSTOP: Spark takes the task away from it, tells the daemon to
-kill it, and runs the task elsewhere. Were the kill carried out, nobody would be left to wake up. On a machine that was
+kill it, and runs the task elsewhere. If the daemon did that, no zombie would be left to wake up. On a machine that was
 cut off or froze, it is not carried out either.
 """
 

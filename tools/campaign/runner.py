@@ -90,7 +90,7 @@ def run(plan: Plan, delivery: str, fleet: Fleet, *, breaks: str = "") -> Outcome
 
 
 def _keep_topics(folder: Path, evidence: Evidence) -> None:
-    """What lay in the topics, beside the history: the broker is gone by the time that somebody looks."""
+    """The content of the topics, beside the history: the broker no longer exists when someone reads the report."""
     topics = {
         "sent": [[*place, key.decode(), number] for place, (key, number) in sorted(evidence.sent.items())],
         "results": [[key.decode(), number] for key, number in evidence.results],

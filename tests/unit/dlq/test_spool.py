@@ -607,7 +607,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("payload", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_frame_is_damage_and_holds_up_no_other(spool: Spool, payload: bytes) -> None:
+def test_forged_frame_is_damage_and_delays_no_other(spool: Spool, payload: bytes) -> None:
     path = filled(spool, 1)
     path.write_bytes(sealed(payload) + path.read_bytes() + sealed(payload))
     topic = Topic()

@@ -233,8 +233,8 @@ def test_duplicate_in_lane_and_letters_after_a_crash_never_runs() -> None:
 
 
 def test_a_redrive_in_two_goes_runs_an_event_once() -> None:
-    mended = {b"1.1": 5.0, b"2.1": 15.0}
-    app = make(lambda msg, now: Poison("no") if now < mended.get(msg.value, 0) else None, on_failure="park")
+    fixed = {b"1.1": 5.0, b"2.1": 15.0}
+    app = make(lambda msg, now: Poison("no") if now < fixed.get(msg.value, 0) else None, on_failure="park")
     result = run(app, lane(b"1", b"2", b"1", b"3"), [Redrive(at=10, key=b"a"), Redrive(at=20, key=b"a")])
     result.verdict.raise_if_bad()
     assert (values(result), result.duplicates) == ([b"1.1", b"2.1", b"3.1"], [(0, 2)])
@@ -534,7 +534,7 @@ def test_redriven_letter_runs_while_its_duplicate_waits() -> None:
     with_engine(make(sink=None), scenario)
 
 
-def test_a_lane_of_duplicates_does_not_hold_up_the_loop() -> None:
+def test_lane_of_duplicates_does_not_block_the_loop() -> None:
     async def scenario(engine: Engine, sink: Sink, done: list[Delivery]) -> None:
         first, *rest = records(*[b"1"] * 5000)
         engine.accept([first])

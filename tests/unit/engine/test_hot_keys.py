@@ -72,7 +72,7 @@ def waits(harness: Harness, result: RunResult, *, cold: bool) -> list[float]:
     ]
 
 
-def test_a_key_that_gets_nine_of_ten_messages_holds_up_no_other() -> None:
+def test_key_with_nine_of_ten_messages_delays_no_other() -> None:
     """It gets 900 messages a second and can do 200: they would take all the room there is within a second."""
     harness, result = skewed(slow())
     result.verdict.raise_if_bad()

@@ -71,9 +71,7 @@ def test_immediate_answer_is_reported_at_once(clock: Clock, caplog: pytest.LogCa
     assert not caplog.records
 
 
-def test_a_planner_whose_spark_has_gone_waits_no_longer(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planner_without_its_spark_stops_waiting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(clock, back_at=1e9, takes=10)
     monkeypatch.setattr(os, "getppid", lambda: 100 if clock.now < 15 else 1)
     with pytest.raises(BrokerError):

@@ -191,7 +191,7 @@ def test_another_message_at_the_offset_of_a_letter_runs() -> None:
     assert [(each.value, each.outcome) for each in done] == [(b"old", Outcome.OK), (b"new", Outcome.OK)]
 
 
-def test_a_letter_of_another_topic_runs_before_all_there_is() -> None:
+def test_letter_of_another_topic_runs_first() -> None:
     async def scenario(made: Bench, _sink: MemorySink) -> None:
         old = MemoryLog(partitions=1)
         *_, letter = [

@@ -394,7 +394,7 @@ def test_versions_keep_their_order_in_any_schedule(seed: int) -> None:
     def bad(msg: Message, now: float) -> BaseException | None:
         chance = random.Random(f"{seed} {msg.key!r} {msg.version}").random()
         if now < 20 and chance < sick:
-            return Poison("not yet mended")
+            return Poison("not fixed yet")
         return Transient("again") if msg.attempt == 1 and 0.3 < chance < 0.4 else None
 
     app = make(

@@ -78,7 +78,7 @@ def test_a_reference_needs_both_parts(reference: str) -> None:
     assert "expected MODULE:APP" in complaint(reference)
 
 
-def test_a_module_that_is_not_there_is_named(write: Write) -> None:
+def test_missing_module_is_named(write: Write) -> None:
     assert "module 'no_such_module' was not found" in complaint("no_such_module:app")
     assert "module 'no_such_package' was not found" in complaint("no_such_package.chat:app")
     name = write(CHAT)

@@ -340,7 +340,7 @@ def test_audit_of_old_orders_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert outdated([(b"audit/x", b"junk"), *audits(old, old)], (), now) == [b"audit/x"]
 
 
-def test_audit_records_that_are_taken_back_are_gone(log: StateLog) -> None:
+def test_deleted_audit_records_are_forgotten(log: StateLog) -> None:
     with AdminClient(SETTINGS, "chat") as operator:
         given = operator.command("redrive", partition=0, key=b"k")
         log.answer(given)

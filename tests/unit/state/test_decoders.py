@@ -324,7 +324,7 @@ DEEP = ["[" * 100_000, '{"a":' * 100_000, "1e999", "9" * 10_000, "[" * 100_000 +
 
 
 @pytest.mark.parametrize("value", DEEP)
-def test_options_that_are_no_json_are_settings_errors(value: str) -> None:
+def test_options_with_invalid_json_are_settings_errors(value: str) -> None:
     with pytest.raises(SettingsError, match="startingOffsets") as refused:
         Options.parse({"bootstrap": "b:1", "startingOffsets": value}, "t")
     assert len(str(refused.value)) < 500

@@ -611,7 +611,7 @@ class Nothing:
         return []
 
 
-def test_lane_blocked_at_a_later_offset_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_blocked_at_a_later_offset_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.lanes = [stopped(b"late", offset=700, partition=0), stopped(b"later", offset=800, partition=0)]
     cluster.tell(100)
