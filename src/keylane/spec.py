@@ -26,7 +26,7 @@ from keylane.policies.failure_policy import FailurePolicy
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.telemetry_settings import Telemetry
-from keylane.topic_names import AppTopics
+from keylane.topic_names import AppTopicNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,7 +113,7 @@ class ResourceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppSpec(AppTopics):
+class AppSpec(AppTopicNames):
     """An app as declared so far. What each setting means: :class:`keylane.App`.
 
     :meth:`validated` looks at the settings, :meth:`check` at the stages, handlers and resources.

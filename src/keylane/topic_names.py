@@ -23,7 +23,7 @@ def telemetry_topic(app: str) -> str:
     return f"{app}.telemetry"
 
 
-class AppTopics:
+class AppTopicNames:
     """The topics of the app with this ``name``, as properties of a subclass."""
 
     __slots__ = ()

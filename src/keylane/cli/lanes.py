@@ -22,7 +22,7 @@ from keylane.cli.lane_view import (
     print_lanes,
 )
 from keylane.cli.layout import brief, counted
-from keylane.cli.stopped_lanes import Named, StoppedLane, stopped_lanes, trail, which
+from keylane.cli.stopped_lanes import NamedLane, StoppedLane, stopped_lanes, trail, which
 from keylane.errors import KeylaneError, SettingsError
 from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AdminClient, CommandResults, cancel_command, new_command
@@ -100,7 +100,7 @@ def show(
     keylane lanes show chat hex:00ff --json
     keylane lanes show chat --at 3@1042
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    named = Named.parse(key, at)
+    named = NamedLane.parse(key, at)
     settings = client(bootstrap, option)
     with AdminClient(settings, name) as operator:
         found = named.of(stopped_lanes(operator.lanes(), operator.open_commands()))
@@ -144,7 +144,7 @@ def release(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if every and (key is not None or at is not None):
         raise SettingsError("give a lane or --all, not both")
-    named = None if every else Named.parse(key, at)
+    named = None if every else NamedLane.parse(key, at)
     with AdminClient(client(bootstrap, option), name) as operator:
         _carry_out(operator, "release", named, wait, as_json=as_json)
 
@@ -167,7 +167,7 @@ def skip(
     keylane lanes skip chat user-17
     keylane lanes skip chat --at 3@1042
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    named = Named.parse(key, at)
+    named = NamedLane.parse(key, at)
     with AdminClient(client(bootstrap, option), name) as operator:
         _carry_out(operator, "skip", named, wait, as_json=as_json)
 
@@ -202,7 +202,7 @@ def cancel(
         raise SettingsError(
             "expected exactly one choice of commands: KEY or --at PARTITION@OFFSET, --id ID, or --all"
         )
-    named = None if every or command_id is not None else Named.parse(key, at)
+    named = None if every or command_id is not None else NamedLane.parse(key, at)
     with AdminClient(client(bootstrap, option), name) as operator:
         commands = [
             command
@@ -251,7 +251,12 @@ def audit(name: App, bootstrap: Bootstrap = None, option: Options = None, as_jso
 
 
 def _carry_out(
-    operator: AdminClient, do: Literal["release", "skip"], named: Named | None, wait: float, *, as_json: bool
+    operator: AdminClient,
+    do: Literal["release", "skip"],
+    named: NamedLane | None,
+    wait: float,
+    *,
+    as_json: bool,
 ) -> None:
     """Give the commands, wait for the results, and print them. ``named`` is None for all blocked lanes."""
     name = operator.app
@@ -325,7 +330,7 @@ def _blocked_again(
     return found
 
 
-def _blocked(name: str, lanes: list[StoppedLane], named: Named | None) -> list[StoppedLane]:
+def _blocked(name: str, lanes: list[StoppedLane], named: NamedLane | None) -> list[StoppedLane]:
     """Return the chosen lanes, all blocked. Raises KeylaneError if a named lane is not blocked."""
     if named is None:
         return [

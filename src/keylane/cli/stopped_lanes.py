@@ -92,14 +92,14 @@ def totals(lanes: Iterable[StoppedLane]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class NamedLane:
     """The lane that a command names: by its key, or by the position where it stopped."""
 
     key: bytes | None
     at: tuple[int, int] | None
 
     @classmethod
-    def parse(cls, key: str | None, at: str | None) -> Named:
+    def parse(cls, key: str | None, at: str | None) -> NamedLane:
         """Parse the key or the position. Raises SettingsError unless exactly one is given."""
         if (key is None) == (at is None):
             raise SettingsError("expected one lane: its KEY, or --at PARTITION@OFFSET")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keylane.lanes.ordering import KEY
-from keylane.topic_names import AppTopics
+from keylane.topic_names import AppTopicNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ class SparkFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppFacts(AppTopics):
+class AppFacts(AppTopicNames):
     """The settings of the app that the doctor checks. ``source`` is None when only a name was given."""
 
     name: str

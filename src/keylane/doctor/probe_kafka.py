@@ -44,12 +44,12 @@ def probe_cluster(settings: KafkaSettings, app: AppFacts | None) -> ClusterFacts
     """
     began, now = time.monotonic(), time.time()
     try:
-        return _Probe(settings, app).facts(began, now)
+        return _KafkaProbe(settings, app).facts(began, now)
     except BrokerError as error:
         return ClusterFacts(bootstrap=settings.bootstrap, fault=str(error), now=now)
 
 
-class _Probe:
+class _KafkaProbe:
     def __init__(self, settings: KafkaSettings, app: AppFacts | None) -> None:
         self._settings = settings
         self._app = app

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
+class _LaneRequest:
     """Messages of one lane that are being read again. Written by :class:`Refetches`."""
 
     on_returned: Callable[[list[Delivery], int], None]
@@ -66,7 +66,7 @@ class Refetches:
         self._duplicates = duplicates
         self._life = life
         self._tickets = count(1)
-        self._requests: dict[int, _Request] = {}  # written by request() and returned(): by ticket
+        self._requests: dict[int, _LaneRequest] = {}  # written by request() and returned(): by ticket
 
     def evicted(self, delivery: Delivery) -> None:
         """Only the offset of this message is kept."""
@@ -81,7 +81,7 @@ class Refetches:
     ) -> None:
         """Read evicted messages of one lane again; ``on_returned`` gets them, and how many are no longer in the log."""
         ticket = next(self._tickets)
-        self._requests[ticket] = _Request(
+        self._requests[ticket] = _LaneRequest(
             on_returned=on_returned, key=key, partition=partition, offsets=offsets
         )
         self.incoming += len(offsets)

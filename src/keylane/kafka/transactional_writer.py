@@ -33,7 +33,7 @@ log = logging.getLogger("keylane.kafka")
 
 COMMIT_SECONDS = 12.0
 """Time for the client to commit. After a broker's restart it may wait for a response that never comes."""
-PROGRESS_CHARS_MAX = 900_000
+PROGRESS_CHARACTERS_MAX = 900_000
 """Characters of progress in one record, below a topic's usual limit of 1 MiB."""
 _RECORD_OVERHEAD_BYTES = 2_000
 """Bytes of a large record besides its text: key, labels, batch."""
@@ -165,8 +165,8 @@ class TransactionalWriter:
     def room(self) -> int:
         """Characters that a large record of the state topic may have."""
         if not self.limit:
-            return PROGRESS_CHARS_MAX
-        return min(PROGRESS_CHARS_MAX, max(0, self.limit - _RECORD_OVERHEAD_BYTES))
+            return PROGRESS_CHARACTERS_MAX
+        return min(PROGRESS_CHARACTERS_MAX, max(0, self.limit - _RECORD_OVERHEAD_BYTES))
 
     @property
     def failed(self) -> bool:

@@ -90,7 +90,7 @@ class Ordering:
         return None
 
 
-class _Named(Ordering):
+class _NamedOrdering(Ordering):
     """One of the four that need not read messages. There is one object of each, also after pickling."""
 
     reads_messages = False
@@ -110,7 +110,7 @@ class _Named(Ordering):
         return ordering, (self._NAME,)
 
 
-class _ByKey(_Named):
+class _ByKey(_NamedOrdering):
     splittable = True
     by_key = True
     _NAME = "key"
@@ -119,14 +119,14 @@ class _ByKey(_Named):
         return message.key
 
 
-class _ByPartition(_Named):
+class _ByPartition(_NamedOrdering):
     _NAME = "partition"
 
     def lane_key(self, message: Keyed) -> bytes | None:
         return _partition_lane(message.partition)
 
 
-class _Global(_Named):
+class _Global(_NamedOrdering):
     max_tasks = 1
     _NAME = "global"
 
@@ -142,7 +142,7 @@ class _Global(_Named):
         return super().why_not(policy)
 
 
-class _Unordered(_Named):
+class _Unordered(_NamedOrdering):
     splittable = True
     has_lanes = False
     _NAME = "none"

@@ -59,7 +59,7 @@ Chunk = tuple[Sequence[bytes], Sequence[int], Sequence[int | None], Sequence[byt
 """Event ids, offsets, timestamps in milliseconds and keys of one batch of messages."""
 
 
-class _Generation:
+class _IdGeneration:
     """Messages by key and event id. Chunks of new ids are indexed only when one of the ids comes again."""
 
     __slots__ = ("chunks", "ids", "places", "size")
@@ -113,7 +113,7 @@ class DedupWindow:
     def __init__(self, rule: Idempotency) -> None:
         self._count = rule.count
         self._age = rule.age * 1000
-        self._young, self._old = _Generation(), _Generation()
+        self._young, self._old = _IdGeneration(), _IdGeneration()
 
     def __len__(self) -> int:
         """The number of remembered ids: fewer than 2.5 times ``count``."""
@@ -162,4 +162,4 @@ class DedupWindow:
 
     def _rotate_if_full(self) -> None:
         if self._young.size >= self._count:
-            self._old, self._young = self._young, _Generation()
+            self._old, self._young = self._young, _IdGeneration()

@@ -67,7 +67,7 @@ class FailurePolicy:
         return repr(self)
 
 
-class _Named(FailurePolicy):
+class _NamedPolicy(FailurePolicy):
     """One of the four with a name. There is one object of each, also after pickling."""
 
     _NAME: ClassVar[OnFailure]
@@ -82,14 +82,14 @@ class _Named(FailurePolicy):
         return failure_policy, (self._NAME,)
 
 
-class _Skip(_Named):
+class _SkipPolicy(_NamedPolicy):
     _NAME = "skip"
 
     def decide(self, failed: FailedMessage) -> None:
         failed.skip()
 
 
-class _Block(_Named):
+class _BlockPolicy(_NamedPolicy):
     blocks = True
     _NAME = "block"
 
@@ -97,7 +97,7 @@ class _Block(_Named):
         failed.block()
 
 
-class _BlockAndDlq(_Named):
+class _BlockAndDlqPolicy(_NamedPolicy):
     blocks = True
     _NAME = "block_and_dlq"
 
@@ -105,7 +105,7 @@ class _BlockAndDlq(_Named):
         failed.block(archive=True)
 
 
-class _Park(_Named):
+class _ParkPolicy(_NamedPolicy):
     parks = True
     _NAME = "park"
 
@@ -116,10 +116,10 @@ class _Park(_Named):
             failed.skip()
 
 
-SKIP: FailurePolicy = _Skip()
-BLOCK: FailurePolicy = _Block()
-BLOCK_AND_DLQ: FailurePolicy = _BlockAndDlq()
-PARK: FailurePolicy = _Park()
+SKIP: FailurePolicy = _SkipPolicy()
+BLOCK: FailurePolicy = _BlockPolicy()
+BLOCK_AND_DLQ: FailurePolicy = _BlockAndDlqPolicy()
+PARK: FailurePolicy = _ParkPolicy()
 POLICIES: Mapping[str, FailurePolicy] = {str(one): one for one in (SKIP, BLOCK, BLOCK_AND_DLQ, PARK)}
 """Those with a name."""
 

@@ -83,7 +83,7 @@ class VersionMark(NamedTuple):
 
     def moved(self) -> VersionMark:
         """The same mark for another partition, without offsets."""
-        steps = [_Step(step.version, -1, step.applied) for step in _steps(self.ahead)]
+        steps = [_VersionStep(step.version, -1, step.applied) for step in _steps(self.ahead)]
         return self._replace(offset=-1, began=-1, trail=b"%d:-1" % self.passed, ahead=_trail(steps))
 
 
@@ -109,7 +109,7 @@ def decode_mark(value: bytes) -> VersionMark:
     return VersionMark(passed, applied, offset, began, found[5] or b"", found[6] or b"", found[7] or b"")
 
 
-class _Step(NamedTuple):
+class _VersionStep(NamedTuple):
     """One message of a trail."""
 
     version: int
@@ -117,15 +117,15 @@ class _Step(NamedTuple):
     applied: bool
 
 
-def _steps(trail: bytes) -> list[_Step]:
+def _steps(trail: bytes) -> list[_VersionStep]:
     found = []
     for step in trail.split(b",") if trail else ():
         version, ran, offset = step.partition(b":") if b":" in step else step.partition(b"!")
-        found.append(_Step(int(version), int(offset), ran == b":"))
+        found.append(_VersionStep(int(version), int(offset), ran == b":"))
     return found
 
 
-def _trail(steps: Iterable[_Step]) -> bytes:
+def _trail(steps: Iterable[_VersionStep]) -> bytes:
     return b",".join(b"%d%b%d" % (s.version, b":" if s.applied else b"!", s.offset) for s in steps)
 
 

@@ -118,7 +118,7 @@ Rank = tuple[int, int]
 """A message's place in its lane: version and offset. The version is 0 without ``versions``."""
 
 
-class _Lane:
+class _LaneHistory:
     """The messages of one lane in one partition, and their progress."""
 
     __slots__ = ("blamed", "finished", "last", "low", "passed", "ranks", "started")
@@ -175,8 +175,8 @@ class _Judge:
         self.retried: set[Position] = set()
         self.findings = Findings()
 
-    def _make_lanes(self) -> dict[Hashable, _Lane]:
-        lanes: dict[Hashable, _Lane] = {}
+    def _make_lanes(self) -> dict[Hashable, _LaneHistory]:
+        lanes: dict[Hashable, _LaneHistory] = {}
         for position in sorted(self.sent):
             partition, offset = position
             key = self.sent[position]
@@ -185,7 +185,7 @@ class _Judge:
                 continue
             lane = lanes.get(name)
             if lane is None:
-                lane = lanes[name] = _Lane()
+                lane = lanes[name] = _LaneHistory()
             lane.ranks.append(self._rank(partition, offset))
         if self.versions is not None:
             for lane in lanes.values():
@@ -204,7 +204,7 @@ class _Judge:
     def _shown(self, rank: Rank) -> str:
         return f"offset {rank[1]}" if self.versions is None else f"version {rank[0]} (offset {rank[1]})"
 
-    def _lane(self, event: HistoryEvent) -> _Lane | None:
+    def _lane(self, event: HistoryEvent) -> _LaneHistory | None:
         if self.versions is not None and (event.partition, event.offset) not in self.versions:
             return None
         return self.lanes.get((self._name(event.key, event.partition, event.offset), event.partition))
@@ -265,7 +265,9 @@ class _Judge:
         if event.attempt >= self.starts.get(position, 0):
             self.starts[position] = event.attempt
 
-    def _check_order(self, lane: _Lane, index: int, event: HistoryEvent, opened: list[HistoryEvent]) -> None:
+    def _check_order(
+        self, lane: _LaneHistory, index: int, event: HistoryEvent, opened: list[HistoryEvent]
+    ) -> None:
         offset = event.offset
         rank = self._rank(event.partition, offset)
         own = lane.last.get(event.owner)

@@ -60,7 +60,7 @@ class Refetched:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _TicketRequest:
     """The offsets of one ticket. After it is queued, only the owner thread uses it."""
 
     ticket: int
@@ -78,9 +78,9 @@ class _Part:
     """Read position in one partition. Only the owner thread uses it."""
 
     number: int
-    asked: list[tuple[int, int, _Request]] = field(default_factory=list)
+    asked: list[tuple[int, int, _TicketRequest]] = field(default_factory=list)
     """A heap of the requests served by this pass, by their next offset."""
-    late: list[_Request] = field(default_factory=list)
+    late: list[_TicketRequest] = field(default_factory=list)
     """Requests that begin below the position of this pass."""
     position: int | None = None
     """Messages below this will not come in this pass; None while the partition is not assigned."""
@@ -122,12 +122,12 @@ class RefetchReader:
         self._topic = topic
         self._deliver = deliver
         self._fail = fail
-        self._queue: SimpleQueue[_Request | int | None] = SimpleQueue()  # an int is a ticket to cancel
+        self._queue: SimpleQueue[_TicketRequest | int | None] = SimpleQueue()  # an int is a ticket to cancel
         self._closing = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         # Used only by the owner thread.
-        self._open: dict[int, _Request] = {}
+        self._open: dict[int, _TicketRequest] = {}
         self._parts: dict[int, _Part] = {}
         self._numbers = 0
         self._reader: PartitionReader
@@ -136,7 +136,7 @@ class RefetchReader:
 
     def request(self, ticket: int, partition: int, offsets: Sequence[int]) -> None:
         """Read these offsets again. From any thread. They must ascend; a ticket is used once. The first starts it."""
-        self._queue.put(_Request(ticket, partition, offsets))
+        self._queue.put(_TicketRequest(ticket, partition, offsets))
         with self._starting:
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._main, name="keylane-rereader", daemon=True)
@@ -203,7 +203,7 @@ class RefetchReader:
             except Empty:
                 return
 
-    def _next_request(self, consumer: Consumer) -> _Request | int | None:
+    def _next_request(self, consumer: Consumer) -> _TicketRequest | int | None:
         if any(part.position is not None for part in self._parts.values()):
             try:
                 return self._queue.get(timeout=_IDLE_SECONDS)
@@ -212,13 +212,13 @@ class RefetchReader:
                     self._leave(consumer, part)
         return self._queue.get()
 
-    def _take(self, request: _Request | int | None) -> None:
+    def _take(self, request: _TicketRequest | int | None) -> None:
         if isinstance(request, int):
             self._drop(request)
         elif request is not None:
             self._add(request)
 
-    def _add(self, request: _Request) -> None:
+    def _add(self, request: _TicketRequest) -> None:
         if not request.offsets:
             self._hand_over([request])
             return
@@ -233,7 +233,7 @@ class RefetchReader:
         else:
             self._ask(part, request)
 
-    def _ask(self, part: _Part, request: _Request) -> None:
+    def _ask(self, part: _Part, request: _TicketRequest) -> None:
         self._numbers += 1
         heappush(part.asked, (request.offsets[request.at], self._numbers, request))
 
@@ -287,13 +287,13 @@ class RefetchReader:
 
     def _read(self, consumer: Consumer) -> None:
         messages = self._reader.read(_POLL_SECONDS, _BATCH_MESSAGES)
-        touched: dict[_Request, None] = {}
+        touched: dict[_TicketRequest, None] = {}
         self.scanned += len(messages)
         self._sort_out(consumer, messages, touched)
         self._check_deadlines(consumer, touched)
         self._hand_over(touched)
 
-    def _check_deadlines(self, consumer: Consumer, touched: dict[_Request, None]) -> None:
+    def _check_deadlines(self, consumer: Consumer, touched: dict[_TicketRequest, None]) -> None:
         now = time.monotonic()
         self._reader.errors.check_missing(_MISSING_SECONDS)  # the client may report a missing topic only once
         for part in self._parts.values():
@@ -323,7 +323,7 @@ class RefetchReader:
             self._reader.errors.answered(topic.partitions)
             self._leave(consumer, part)
 
-    def _sort_out(self, consumer: Consumer, messages: list[Any], touched: dict[_Request, None]) -> None:
+    def _sort_out(self, consumer: Consumer, messages: list[Any], touched: dict[_TicketRequest, None]) -> None:
         parts, now = self._parts, time.monotonic()
         stale: set[int] = set()  # partitions that were moved elsewhere after these messages had been fetched
         for message in messages:
@@ -364,7 +364,7 @@ class RefetchReader:
         part.doubted = look
         return False
 
-    def _miss(self, part: _Part, below: int | None, touched: dict[_Request, None]) -> None:
+    def _miss(self, part: _Part, below: int | None, touched: dict[_TicketRequest, None]) -> None:
         """Report the requested offsets below this one as missing; with None all of them."""
         asked = part.asked
         while asked and (below is None or asked[0][0] < below):
@@ -378,7 +378,7 @@ class RefetchReader:
                 self._ask(part, request)
 
     @staticmethod
-    def _find(part: _Part, offset: int, message: Any, touched: dict[_Request, None]) -> None:
+    def _find(part: _Part, offset: int, message: Any, touched: dict[_TicketRequest, None]) -> None:
         asked = part.asked
         while asked and asked[0][0] == offset:
             _, number, request = asked[0]
@@ -390,7 +390,7 @@ class RefetchReader:
             else:
                 heappop(asked)
 
-    def _hand_over(self, requests: Iterable[_Request]) -> None:
+    def _hand_over(self, requests: Iterable[_TicketRequest]) -> None:
         for request in requests:
             records, request.records = request.records, []
             missing, request.missing = request.missing, []
