@@ -79,16 +79,6 @@ class OffsetRuns:
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 
-    def first_missing(self, start: int) -> int:
-        """The lowest offset, at least ``start``, that is not in the set."""
-        place = bisect_right(self._begins, start)
-        return self._ends[place - 1] if place and start < self._ends[place - 1] else start
-
-    def forget_below(self, offset: int) -> None:
-        """Drop the runs that end at or before ``offset``, where the log now begins."""
-        while self._ends and self._ends[0] <= offset:
-            del self._begins[0], self._ends[0]
-
     def encode(self) -> bytes:
         """The set as a value of the state topic, for :meth:`decode`."""
         distances: list[int] = []
