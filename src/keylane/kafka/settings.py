@@ -124,6 +124,7 @@ _REFUSED = {
         "the TLS handshake failed; check kafka.security.protocol, kafka.ssl.ca.location, and the client's certificate "
         "and key if the broker requires them"
     ),
+    ClientError._RESOLVE: "the host name could not be resolved; check the address and this machine's DNS",  # noqa: SLF001
 }
 
 RESERVED_SETTINGS = {

@@ -136,3 +136,11 @@ def test_broker_that_is_away_is_not_refusing() -> None:
     settings = KafkaSettings("127.0.0.1:1")
     settings._on_error(ClientError(ClientError._TRANSPORT, "Connection refused"))
     assert settings.explain_no_answer().startswith("Is it running")
+
+
+def test_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keylane.kafka.cluster.REQUEST_SECONDS", 1)
+    with pytest.raises(
+        BrokerError, match=r"the host name could not be resolved; check .*no-such-host\.invalid"
+    ):
+        Cluster(KafkaSettings("no-such-host.invalid:9092")).topics()
