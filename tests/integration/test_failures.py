@@ -520,7 +520,7 @@ def test_failing_every_message_stops_the_query(
     assert "KeyError: 'amuont'. Fix the cause and start the app again" in why
     assert f"'keylane dlq redrive {name} --all' runs the letters again" in why
     dead = letters(log, name)
-    print(f"flood: {len(dead)} dead letters of 2,000 messages")  # noqa: T201 - a figure for the guarantees
+    print(f"failure guard: {len(dead)} dead letters of 2,000 messages")  # noqa: T201 - a figure for the guarantees
     assert 0 < len(dead) <= 2 * 50
     assert len({letter.source for letter in dead}) == len(dead), (
         "Spark's second try of a task wrote them again"
@@ -537,14 +537,14 @@ def test_failing_every_message_stops_the_query(
     )
 
 
-def test_a_flood_ends_when_its_letters_are_safe(
+def test_failure_guard_ends_the_app_after_its_letters_are_safe(
     log: Log,
     name: str,
     tmp_path: Path,
     judge: Callable[..., Verdict],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who reads of the flood finds the letters: not some of them, or none, because the task was quicker to end."""
+    """All letters are durable when the app reports its end: the task must not end before them."""
     log.create(f"{name}.in", partitions=1)
     sent = log.send(f"{name}.in", [{"key": b"k%d" % (n % 150), "value": b"%d" % n} for n in range(400)])
     slowly = log.settings.producer(**{"linger.ms": 500})

@@ -46,7 +46,7 @@ _FAILED_TASKS_SECONDS_MAX = 20.0
 _CODES = {
     QueryFailureKind.AGAIN: 1,
     QueryFailureKind.APP: 1,
-    QueryFailureKind.FLOOD: 1,
+    QueryFailureKind.FAILURE_GUARD: 1,
     QueryFailureKind.TAKEN_OVER: 3,
 }
 

@@ -77,7 +77,7 @@ class FailureHandler:
         self._app = app
         self._policy = app.on_failure
         self._rng = rng
-        self._flood = FailureRate(app.failure_guard) if app.failure_guard is not None else None
+        self._failure_rate = FailureRate(app.failure_guard) if app.failure_guard is not None else None
         self._observer = app.observer
         self._retries = {step.name: step.retry for step in pipeline.opened}
         for step in pipeline.opened:
@@ -178,14 +178,14 @@ class FailureHandler:
         policy = self._policy
         delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_CHARACTERS_MAX]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
-        if self._flood is not None and not redriven:
-            why = self._flood.failed(
+        if self._failure_rate is not None and not redriven:
+            why = self._failure_rate.failed(
                 delivery.key if delivery.key is not None else delivery.offset, self._counters.passed
             )
             if why is not None:
                 ended(delivery, "held")
                 self._lanes.stop(lane)
-                self._life.fail(_flooded(self._app, why, delivery, letter))
+                self._life.fail(_guard_error(self._app, why, delivery, letter))
                 return
         log.warning(
             "%s: %s key=%r stage=%s attempts=%d: %s",
@@ -336,7 +336,7 @@ def _traceback(error: BaseException) -> str:
         return ""
 
 
-def _flooded(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) -> FailureGuardError:
+def _guard_error(app: AppSpec, why: str, delivery: Delivery, letter: FailureInfo) -> FailureGuardError:
     return FailureGuardError(
         f"app {app.name!r} stopped: {why}. That is an outage or a bug, not a few bad messages, so no more dead letters "
         f"are written. The last: {delivery.position}, stage {letter.stage!r}: {delivery.error}.",

@@ -22,21 +22,21 @@ class QueryFailureKind(Enum):
     """A process died, or something it needs was unreachable: a restart may help."""
     APP = "app"
     """The app does not import, or its settings were refused: it would fail the same way again."""
-    FLOOD = "flood"
+    FAILURE_GUARD = "failure_guard"
     TAKEN_OVER = "taken over"
 
 
 _REMEDIES = {
     QueryFailureKind.AGAIN: "",
     QueryFailureKind.APP: "Not restarting: it would fail the same way again. Fix it, then run it again",
-    QueryFailureKind.FLOOD: "Not restarting: it would continue to turn messages into dead letters",
+    QueryFailureKind.FAILURE_GUARD: "Not restarting: it would continue to turn messages into dead letters",
     QueryFailureKind.TAKEN_OVER: (
         "This run has ended and will not restart. If it is the one that should run, stop the other first"
     ),
 }
 _FINAL: dict[type[KeylaneError], QueryFailureKind] = {
     SettingsError: QueryFailureKind.APP,
-    FailureGuardError: QueryFailureKind.FLOOD,
+    FailureGuardError: QueryFailureKind.FAILURE_GUARD,
     TakenOverError: QueryFailureKind.TAKEN_OVER,
 }
 _BY_NAME = {final.__name__: kind for final, kind in _FINAL.items()}

@@ -109,7 +109,7 @@ def decode_stop(value: bytes) -> str:
 
 
 @wire.decoder
-def decode_flood(value: bytes) -> tuple[str, str]:
+def decode_guard_stop(value: bytes) -> tuple[str, str]:
     """The run that must not be started again, and why."""
     run, why = wire.fields(wire.loads(value), "run", "why")
     return wire.text(run, _NAME_CHARACTERS_MAX), wire.text(why)

@@ -23,7 +23,7 @@ key                       value
 ``command/plan``          ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
 ``owner/<id>``            the task with this transactional id owns slots here: :mod:`keylane.state.ownership`
 ``command/stop``          ``{"run": …}``: the tasks of this run drain and end
-``command/flood``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
+``command/guard``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
 ``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
 ``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.kafka")
 
 STOP = b"command/stop"
-FLOOD = b"command/flood"
+GUARD = b"command/guard"
 PROGRESS = b"progress"
 ATTEMPTS = b"attempts"
 REDRIVEN = b"redriven"
@@ -107,7 +107,7 @@ _KINDS = (
         FORMER,
         LOAD,
     ),
-    *(PLAN, OWNER[:-1], STOP, FLOOD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+    *(PLAN, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
 )
 _PARTS = (LOAD, REST, REDRIVEN, VERSIONS)
 ELSEWHERE = "kl1:@"
@@ -273,7 +273,7 @@ class StateTopic:
         """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
         self.stopped = False
-        self.flooded = ""  # why the run was stopped
+        self.guard_reason = ""  # why the run was stopped
         self.runs: dict[int, dict[str, Any]] = {}  # the run that the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
         self.proposals: dict[int, Proposal] = {}
@@ -526,10 +526,10 @@ class StateTopic:
             self.proposals[partition] = Proposal.decode(value)
         elif name == STOP:
             self.stopped = records.decode_stop(value) == self._run or self.stopped
-        elif name == FLOOD:
-            run, why = records.decode_flood(value)
+        elif name == GUARD:
+            run, why = records.decode_guard_stop(value)
             if run == self._run:
-                self.flooded = why
+                self.guard_reason = why
         elif _is_part(name, REST):
             run, until = records.decode_rest(value)
             if run == self._run:

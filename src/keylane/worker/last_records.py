@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from keylane.errors import FailureGuardError
-from keylane.state.topic import FLOOD, LOAD, REST, part_of
+from keylane.state.topic import GUARD, LOAD, REST, part_of
 from keylane.worker.commit import Contributor
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LastRecords(Contributor):
             if isinstance(error, FailureGuardError):
                 for partition in plan.starts:
                     why = {"run": plan.run, "why": str(error)}
-                    batch.note(partition, FLOOD, json.dumps(why).encode())
+                    batch.note(partition, GUARD, json.dumps(why).encode())
         elif self._finished and plan.until is not None and (engine.held or plan.cuts):
             for partition, slots in plan.slots.items():
                 value = {"run": plan.run, "until": plan.until[partition]}

@@ -129,8 +129,8 @@ class ProgressTracker(Contributor):
         self._epoch, self._slots = (plan.run, plan.epoch), plan.slots
         if self._app.versions is not None:
             self.versions = VersionRecords(self._app, worker_session, state, plan)
-        if state.flooded:
-            raise FailureGuardError(state.flooded)
+        if state.guard_reason:
+            raise FailureGuardError(state.guard_reason)
         clean = ownership.claim(plan.slots)
         if clean and not plan.cuts and worker_session.has_progress_for(plan.epoch, plan.starts):
             self._committed = dict(worker_session.committed)

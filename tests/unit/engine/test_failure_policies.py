@@ -310,7 +310,7 @@ def test_the_budget_of_time_ends_retries() -> None:
     assert result.elapsed < 7
 
 
-# Breaker and flood guard.
+# Breaker and failure guard.
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -70,7 +70,7 @@ CAPTURED = {
         ),
     ),
     "flood": (
-        QueryFailureKind.FLOOD,
+        QueryFailureKind.FAILURE_GUARD,
         (
             "app 'flood' stopped: the last 50 messages, from 50 lanes, failed for good without a success "
             "(FailureGuard(consecutive=50)). That is an outage or a bug, not a few bad messages, so no more dead "
@@ -100,7 +100,7 @@ def test_every_report_is_judged() -> None:
         (BrokerError("no answer"), QueryFailureKind.AGAIN),
         (FencedError("another task"), QueryFailureKind.AGAIN),
         (SettingsError("refused"), QueryFailureKind.APP),
-        (FailureGuardError("too many"), QueryFailureKind.FLOOD),
+        (FailureGuardError("too many"), QueryFailureKind.FAILURE_GUARD),
         (TakenOverError("another run"), QueryFailureKind.TAKEN_OVER),
         (AnalysisException("[PATH_NOT_GIVEN] a path is needed"), QueryFailureKind.APP),
     ],

@@ -119,7 +119,7 @@ def test_supervisor_retries_a_failed_start() -> None:
     ("error", "kind"),
     [
         (SettingsError("the app does not import"), QueryFailureKind.APP),
-        (FailureGuardError("most fail"), QueryFailureKind.FLOOD),
+        (FailureGuardError("most fail"), QueryFailureKind.FAILURE_GUARD),
         (TakenOverError("another run"), QueryFailureKind.TAKEN_OVER),
     ],
 )

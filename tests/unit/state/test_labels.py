@@ -42,7 +42,7 @@ OF_APP = [
     b"command/plan",
     b"command/cancel/a1",
     b"command/stop",
-    b"command/flood",
+    b"command/guard",
     b"audit/x",
     b"audit/x/done",
 ]
