@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from keylane.testing import Verdict
 
 
-@pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0, 40_000, 500)])
-def test_results_that_trickle_while_lanes_queue_are_gathered_and_keep_their_order(
+# The handlers compute, so that the loop and not the fetcher is the bottleneck on any machine: lanes queue all the time.
+@pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0.0001, 20_000, 200)])
+def test_results_are_gathered_while_lanes_queue(
     log: Log,
     name: str,
     tmp_path: Path,
