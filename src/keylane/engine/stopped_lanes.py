@@ -187,9 +187,12 @@ class StoppedLanes:
         return True
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
-        """Whether what it repeats had finished when its lane was parked; if that is parked too, they go together."""
-        repeats = self._duplicates.waiting.get((delivery.partition, delivery.offset))
-        return repeats is not None and record.partition == delivery.partition and repeats < record.offset
+        """Whether its event had finished when its lane was parked; if the event's message is parked, they go together.
+
+        The message that it repeats may be a duplicate itself, which came later: the first one of the event decides.
+        """
+        first = self._duplicates.first(delivery)
+        return first is not None and record.partition == delivery.partition and first < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """Write a record; the engine does not rest before it is answered."""
