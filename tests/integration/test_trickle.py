@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from keylane.testing import Verdict
 
 
-@pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0, 40_000, 500)])
+# The handlers compute, so that the loop and not the fetcher is the bottleneck on any machine: lanes queue all the time.
+@pytest.mark.parametrize(("seconds", "count", "together"), [(0.001, 3_000, 20), (0.0001, 20_000, 200)])
 def test_trickling_results_are_gathered_in_order(
     log: Log,
     name: str,

@@ -28,6 +28,7 @@ __all__ = [
     "DeadLetterKind",
     "DeadLetterMessage",
     "ExpectedOrigin",
+    "NewestDeadLetters",
     "SeenDeadLetters",
     "UnreadableDeadLetter",
     "dead_letter_headers",
@@ -52,6 +53,32 @@ class SeenDeadLetters:
         """Whether this is a copy of a dead letter that was given before."""
         source = letter.topic, letter.source_partition, letter.source_offset
         return not self._seen.add(*source, letter.redrives, letter.kind.value)
+
+
+class NewestDeadLetters:
+    """Recognises dead letters of messages that have a newer one: they were redriven, and failed again.
+
+    A crash between writing the newer one and recording the redrive leaves both to be redriven.
+    """
+
+    def __init__(self) -> None:
+        self._redrives = DiskTable()
+
+    def add(self, letter: DeadLetter) -> None:
+        """Take note of a dead letter."""
+        if letter.redrives > self._of_newest(letter):
+            self._redrives.put(*_message(letter), text=str(letter.redrives))
+
+    def replaced(self, letter: DeadLetter) -> bool:
+        """Whether its message has a newer dead letter."""
+        return letter.redrives < self._of_newest(letter)
+
+    def _of_newest(self, letter: DeadLetter) -> int:
+        return int(self._redrives.get(*_message(letter)) or 0)
+
+
+def _message(letter: DeadLetter) -> tuple[object, ...]:
+    return letter.cluster, letter.topic, letter.topic_id, letter.source_partition, letter.source_offset
 
 
 def read_dead_letters(

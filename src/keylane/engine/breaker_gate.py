@@ -41,6 +41,7 @@ class BreakerGate:
     ) -> None:
         self.stage = stage
         self.circuit = Circuit(breaker, self._changed)
+        self._open_for = breaker.open_for
         self._loop = loop
         self._transient = transient
         self._waiting: deque[Lane[Delivery]] = deque()
@@ -112,19 +113,27 @@ class BreakerGate:
             self._timer.cancel()
 
     def _let_in(self) -> None:
-        """Resume as many lanes as the circuit admits, and set a timer for the next probe."""
+        """Resume as many lanes as the circuit admits, and set a timer for the next ones.
+
+        A lane that was let in may not come: it is held for a redrive, or its message is passed over. Without a call
+        nothing ends that would let others in, so after ``open_for`` as many others are let in.
+        """
         waiting, circuit = self._waiting, self.circuit
-        room = circuit.room(self._loop.time())
+        now, may_not_come = self._loop.time(), False
+        room = circuit.room(now)
         while waiting and (room is None or room > 0):
             self._resume(waiting.popleft())
             if room is not None:
                 room -= 1
+                may_not_come = True
         if not waiting:
-            circuit.nobody_waits(self._loop.time())
-        elif self._timer is None and (at := circuit.next_at) is not None:
-            self._timer = self._loop.call_at(at, self._half_open)
+            circuit.nobody_waits(now)
+        elif self._timer is None:
+            at = now + self._open_for if may_not_come else circuit.next_at
+            if at is not None:
+                self._timer = self._loop.call_at(at, self._look_again)
 
-    def _half_open(self) -> None:
+    def _look_again(self) -> None:
         self._timer = None
         self._let_in()
 

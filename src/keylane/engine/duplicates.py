@@ -40,6 +40,7 @@ class Duplicates:
         self._order = order
         self.waiting: dict[Place, int] = {}
         """Duplicates that are not done, and the offset of the message that each repeats."""
+        self._first: dict[Place, int] = {}  # the first one of its event, where that is not the one it repeats
         self.active = rule is not None
         window = partial(DedupWindow, rule or Idempotency())
         self._windows: dict[int, DedupWindow] = defaultdict(window)  # by partition
@@ -71,9 +72,12 @@ class Duplicates:
             event_id = last(headers, EVENT_ID) if headers else None
             if event_id and scope is not None:
                 partition, offset = message.partition, message.offset
-                repeats = self._windows[partition].add(scope, event_id, offset, message.timestamp)
+                window = self._windows[partition]
+                repeats = window.add(scope, event_id, offset, message.timestamp)
                 if repeats is not None:
                     self.waiting[partition, offset] = repeats
+                    if (first := window.first(scope, event_id)) is not None and first != repeats:
+                        self._first[partition, offset] = first
 
     def _are_new(self, records: Sequence[Record], messages: Sequence[Message]) -> bool:
         """The hot path: True if all ids of the batch are new. False: check the messages one by one."""
@@ -104,9 +108,16 @@ class Duplicates:
             for message in messages:
                 self.done(message)
 
+    def first(self, message: Message) -> int | None:
+        """The offset of the first message that this duplicate repeats; None if it is none."""
+        place = message.partition, message.offset
+        return self._first.get(place, self.waiting.get(place))
+
     def done(self, message: Message) -> None:
         """A message, which may be a duplicate, is done."""
         self.waiting.pop((message.partition, message.offset), None)
+        if self._first:
+            self._first.pop((message.partition, message.offset), None)
 
     def gone(self, partition: int, offsets: Collection[int]) -> None:
         """These messages never ran and are no longer in the log: messages that repeat them are not duplicates."""
@@ -115,6 +126,7 @@ class Duplicates:
         for place, repeats in list(self.waiting.items()):
             if place[0] == partition and (repeats in offsets or place[1] in offsets):
                 del self.waiting[place]
+                self._first.pop(place, None)
 
     def came_through(self, letter: Message) -> None:
         """Parked letters that repeat this message do not run.

@@ -125,18 +125,19 @@ class StoppedLanes:
         if record is None:
             return True
         if record.stop is LaneStatus.PARKED:
-            parked = redrive is not None and redrive.parked
+            redrive = redrive if redrive is not None and redrive.parked else None
             if redriven:
-                if not parked:
+                if redrive is None:
                     self._leave(lane, delivery)
                     return False
                 if not self._duplicates.was_redriven(delivery):
                     return True
                 self._lanes.pass_over(lane, delivery)
                 return False
-            if parked:  # it is older than the next letter, and is not a letter itself
-                self._begin_again(delivery, record)
-                self._duplicates.came_through(delivery)  # a letter that repeats its event comes later
+            if redrive is not None:  # it is older than the next letter, and has none itself
+                if not redrive.began_again:  # once, not at each of its attempts
+                    redrive.began_again = self._begin_again(delivery, record)
+                self._duplicates.came_through(delivery)  # a letter that repeats its event comes after it
                 return True
             if self._ran_before(delivery, record):
                 self._lanes.pass_over(lane, delivery)
@@ -177,16 +178,21 @@ class StoppedLanes:
         letter.outcome = Outcome.PARKED
         self._lanes.finish(lane, letter)
 
-    def _begin_again(self, delivery: Delivery, record: LaneRecord) -> None:
-        """Give the message at which the lane stopped all its attempts again."""
-        if (delivery.partition, delivery.offset) == (record.partition, record.offset):
-            delivery.failure_state, delivery.attempt, delivery.error = None, 1, None
-            self._attempts.forget(delivery.partition, delivery.offset)
+    def _begin_again(self, delivery: Delivery, record: LaneRecord) -> bool:
+        """If this is the message at which the lane stopped, it has all its attempts again. False if it is another."""
+        if (delivery.partition, delivery.offset) != (record.partition, record.offset):
+            return False
+        delivery.failure_state, delivery.attempt, delivery.error = None, 1, None
+        self._attempts.forget(delivery.partition, delivery.offset)
+        return True
 
     def _ran_before(self, delivery: Delivery, record: LaneRecord) -> bool:
-        """True if the message it repeats had finished when its lane was parked; if not, both are parked."""
-        repeats = self._duplicates.waiting.get((delivery.partition, delivery.offset))
-        return repeats is not None and record.partition == delivery.partition and repeats < record.offset
+        """Whether its event had finished when its lane was parked; if the event's message is parked, they go together.
+
+        The message that it repeats may be a duplicate itself, which came later: the first one of the event decides.
+        """
+        first = self._duplicates.first(delivery)
+        return first is not None and record.partition == delivery.partition and first < record.offset
 
     def _note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:
         """Write a record; the engine is not idle until it is acknowledged."""

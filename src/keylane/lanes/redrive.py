@@ -38,6 +38,8 @@ class LaneRedrive(Generic[E]):
     def __init__(self, *, parked: bool) -> None:
         self.parked = parked
         """Whether the lane is parked. It is unparked once all its letters succeeded."""
+        self.began_again = False
+        """Whether the message at which the lane was parked has got all its attempts again."""
         self.state = RedriveState.WAITING
         self._letters: deque[E] = deque()  # not in the lane yet, oldest first
 

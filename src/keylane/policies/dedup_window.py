@@ -53,8 +53,8 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-Place = tuple[int, int | None]
-"""Offset, and timestamp in milliseconds if the message has one."""
+Place = tuple[int, int | None, int]
+"""Offset, timestamp in milliseconds if the message has one, and the offset of the first message of its event."""
 Chunk = tuple[Sequence[bytes], Sequence[int], Sequence[int | None], Sequence[bytes]]
 """Event ids, offsets, timestamps in milliseconds and keys of one batch of messages."""
 
@@ -96,7 +96,7 @@ class _IdGeneration:
     def _index_chunks(self) -> None:
         for ids, offsets, times, keys in self.chunks:
             self.places.update(
-                zip(zip(keys, ids, strict=True), zip(offsets, times, strict=True), strict=True)
+                zip(zip(keys, ids, strict=True), zip(offsets, times, offsets, strict=True), strict=True)
             )
         self.chunks = []
 
@@ -123,10 +123,15 @@ class DedupWindow:
         """Remember this message; returns what :meth:`repeated` says about it."""
         if len(key) + len(event_id) > ID_BYTES_MAX:
             return None
-        repeats = self.repeated(key, event_id, offset, at)
-        self._young.put(key, event_id, (offset, at))
+        repeats = self._repeated(key, event_id, offset, at)
+        self._young.put(key, event_id, (offset, at, offset if repeats is None else repeats[2]))
         self._rotate_if_full()
-        return repeats
+        return None if repeats is None else repeats[0]
+
+    def first(self, key: bytes, event_id: bytes) -> int | None:
+        """The offset of the first message that the last one with this key and event id repeats, also through others."""
+        found = self._find(key, event_id)
+        return None if found is None else found[2]
 
     def add_if_all_new(self, chunk: Chunk) -> bool:
         """Remember these messages if all their ids are new and different; otherwise remember none of them.
@@ -147,13 +152,20 @@ class DedupWindow:
 
     def repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> int | None:
         """The offset of the last message that this one repeats, or None. ``at`` is its timestamp in milliseconds."""
-        found = self._young.find(key, event_id) or self._old.find(key, event_id)
+        found = self._repeated(key, event_id, offset, at)
+        return None if found is None else found[0]
+
+    def _repeated(self, key: bytes, event_id: bytes, offset: int, at: int | None) -> Place | None:
+        found = self._find(key, event_id)
         if found is None:
             return None
-        before, then = found
+        before, then, _ = found
         near = 0 < offset - before <= self._count
         old = at is not None and then is not None and at - then > self._age
-        return before if near and not old else None
+        return found if near and not old else None
+
+    def _find(self, key: bytes, event_id: bytes) -> Place | None:
+        return self._young.find(key, event_id) or self._old.find(key, event_id)
 
     def forget(self, offsets: Collection[int]) -> None:
         """Forget messages that never ran and never will: nothing repeats them. Slow: scans all ids."""

@@ -334,12 +334,18 @@ class CommandClerk:
                 self._life.output.delete(partition, REDRIVE + key, number)
 
     def _wanted(self, letters: list[Dead], partition: int, keys: dict[bytes, bytes]) -> list[RedriveItem]:
-        """The dead letters to redrive. A repeated dead letter counts once."""
+        """The dead letters to redrive. A repeated dead letter counts once, and of a message only the newest one."""
         found = []
         repeats: set[tuple[int, int, str]] = set()
-        for place, dead in enumerate(letters):
-            if dead.key not in keys or dead.partition != partition or dead.kind == "archived":
-                continue
+        relevant = [
+            (place, dead)
+            for place, dead in enumerate(letters)
+            if dead.key in keys and dead.partition == partition and dead.kind != "archived"
+        ]
+        newest: dict[int, int] = {}
+        for _, dead in relevant:
+            newest[dead.offset] = max(dead.redrives, newest.get(dead.offset, 0))
+        for place, dead in relevant:
             identity = dead.offset, dead.redrives, dead.kind
             seen = identity in repeats
             repeats.add(identity)
@@ -348,7 +354,7 @@ class CommandClerk:
                 if not seen:  # a dead letter with the same event id may still be there
                     self._redriver.ran_before(record)
                 continue
-            if seen:
+            if seen or dead.redrives < newest[dead.offset]:
                 self.redriven.add(place)
                 continue
             if dead.kind == "dead":

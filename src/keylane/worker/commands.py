@@ -12,7 +12,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from keylane.dlq.reader import SeenDeadLetters, read_all_dead_letters
+from keylane.dlq.reader import NewestDeadLetters, SeenDeadLetters, read_all_dead_letters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.errors import KeylaneError
@@ -28,7 +28,6 @@ from keylane.worker.commit import Contributor
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
-    from keylane.dlq.record import UnreadableDeadLetter
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.kafka.settings import KafkaSettings
@@ -310,15 +309,21 @@ class CommandExecutor(Contributor):
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
         repeats = SeenDeadLetters()
-        letters = await asyncio.to_thread(read_all_dead_letters, self._settings, self._app.dlq, partition)
-        wanted = self._wanted(letters, partition, by_key, repeats)
+        wanted = self._wanted(partition, by_key, repeats)
+        newest: NewestDeadLetters | None = None
         while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _REDRIVEN_AT_ONCE_MESSAGES))):
+            if newest is None:  # the first chunk is almost always all there is
+                everything = chunk if len(chunk) < _REDRIVEN_AT_ONCE_MESSAGES else None
+                newest = await asyncio.to_thread(self._newest, partition, by_key, everything)
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:
                     self._redriver.ran_before(DeadLetterMessage(letter))
                     continue
                 if by_key[letter.key].id in self._cancels:
+                    continue
+                if newest.replaced(letter):
+                    self._mark(partition, letter.offset)
                     continue
                 if stops.is_over(self._engine.lane_key(letter.key, partition)):
                     counts[letter.key][Outcome.PARKED] += (
@@ -349,42 +354,62 @@ class CommandExecutor(Contributor):
             self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
 
     def _wanted(
-        self,
-        letters: Iterator[DeadLetter | UnreadableDeadLetter],
-        partition: int,
-        by_key: dict[bytes | None, Command],
-        repeats: SeenDeadLetters,
+        self, partition: int, by_key: dict[bytes | None, Command], repeats: SeenDeadLetters
     ) -> Iterator[DeadLetter]:
         """Yield the letters to redrive, and those redriven before: messages with their ids need not run again.
 
-        A copy of a letter, redriven or not, counts as the same letter. Letters about an earlier source topic are
-        included only if the command names them.
+        A copy of a letter, redriven or not, counts as the same letter.
         """
         redriven = self._redriven.setdefault(partition, OffsetRuns())
-        chosen = {
-            key: None if command.letters is None else frozenset(command.letters)
-            for key, command in by_key.items()
-        }
-        for found in letters:
-            named = chosen.get(found.key)
-            letter = self._home.check(found, former=named is not None and found.offset in named)
-            if (
-                not isinstance(letter, DeadLetter)
-                or letter.kind is DeadLetterKind.ARCHIVED
-                or letter.key not in chosen
-            ):
-                continue
+        for letter, chosen in self._letters(partition, by_key):
             seen = repeats.seen(letter)
             if letter.offset in redriven:
                 if not seen:
                     yield letter
-                continue
-            if named is not None and letter.offset not in named:
-                continue
-            if seen:
+            elif chosen and seen:
                 self._mark(partition, letter.offset)
-            else:
+            elif chosen:
                 yield letter
+
+    def _newest(
+        self, partition: int, by_key: dict[bytes | None, Command], letters: Iterable[DeadLetter] | None
+    ) -> NewestDeadLetters:
+        """Find the newest letter of each message. ``letters`` is None if they are too many for memory: then read them.
+
+        A letter that the command leaves out replaces none, unless it was redriven.
+        """
+        newest = NewestDeadLetters()
+        if letters is None:
+            redriven = self._redriven[partition]
+            letters = (
+                letter
+                for letter, chosen in self._letters(partition, by_key)
+                if chosen or letter.offset in redriven
+            )
+        for letter in letters:
+            newest.add(letter)
+        return newest
+
+    def _letters(
+        self, partition: int, by_key: dict[bytes | None, Command]
+    ) -> Iterator[tuple[DeadLetter, bool]]:
+        """Yield the letters of these lanes, and whether the command includes them.
+
+        Letters about an earlier source topic are included only if the command names them.
+        """
+        chosen = {
+            key: None if command.letters is None else frozenset(command.letters)
+            for key, command in by_key.items()
+        }
+        for found in read_all_dead_letters(self._settings, self._app.dlq, partition):
+            named = chosen.get(found.key)
+            letter = self._home.check(found, former=named is not None and found.offset in named)
+            if (
+                isinstance(letter, DeadLetter)
+                and letter.kind is not DeadLetterKind.ARCHIVED
+                and letter.key in chosen
+            ):
+                yield letter, named is None or letter.offset in named
 
     def _mark(self, partition: int, letter: int) -> None:
         self._redriven.setdefault(partition, OffsetRuns()).add(letter)

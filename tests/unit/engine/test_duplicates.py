@@ -281,6 +281,21 @@ def test_duplicate_of_a_message_done_before_parking_is_no_letter(
     assert result.duplicates == [(0, 2)]
 
 
+@pytest.mark.parametrize("faults", [[], [Crash(at=2)], [Crash(at=3.2)]])
+def test_an_event_done_before_its_lane_was_parked_runs_once(faults: list[Fault]) -> None:
+    """However often it comes again: the last two repeat a message that came when the lane was parked."""
+    app = make(
+        lambda msg, now: Poison("no") if msg.value == b"2.1" and now < 5 else None,
+        on_failure="park",
+        idempotency=Idempotency(count=10),
+    )
+    sends = [*lane(b"1", b"2", b"1", b"1", b"3"), (b"a", b"1", 3.0)]
+    result = run(app, sends, [*faults, Redrive(at=10, key=b"a")])
+    result.verdict.raise_if_bad()
+    assert values(result) == [b"1.1", b"2.1", b"3.1"]
+    assert result.duplicates == [(0, 2), (0, 3), (0, 5)]
+
+
 def test_event_repeated_after_its_redrive_does_not_run() -> None:
     app = make(lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 5 else None, on_failure="park")
     sends = [(b"a", b"1", 0.0), (b"a", b"2", 0.0), (b"a", b"1", 15.0), (b"a", b"3", 15.0)]

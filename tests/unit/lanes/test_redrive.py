@@ -86,6 +86,58 @@ def test_a_parked_message_with_attempts_waits_for_the_redrive() -> None:
     assert result.verdict.ok, str(result.verdict)
 
 
+def test_a_parked_message_read_again_runs_out_of_attempts() -> None:
+    """Its letter was refused and a newer one was not, so the redrive runs it from the log."""
+    retry = Retry(attempts=3, wait_initial=0.1, wait_max=0.1)
+    app = App("a", source="in", sink="out", on_failure="park", retry=retry)
+    attempts: list[int] = []
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        now = asyncio.get_running_loop().time()
+        if msg.value == b"1" and now < 1:
+            raise Poison("no")
+        if msg.value == b"1" and now < 10:
+            attempts.append(msg.attempt)
+            raise Transient("not yet")
+        return bytes(msg.value)
+
+    faults: list[Fault] = [
+        Refuse(at=0, for_=1),
+        Crash(at=2),
+        Redrive(at=2, key=b"k"),
+        Redrive(at=20, key=b"k"),
+    ]
+    run = Harness(app, partitions=1, faults=faults, limit=100)
+    run.send(key=b"k", value=b"1")
+    run.send(key=b"k", value=b"2", at=1.5)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert attempts == [1, 2, 3]
+    assert [each.value for each in result.results] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_only_the_newest_letter_of_a_message_runs(seed: int) -> None:
+    """The crash may come when the new letter is written, and nothing yet says that the old one was redriven."""
+    app = App("a", source="in", sink="out", on_failure="skip", commit_interval=0.01)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"1" and asyncio.get_running_loop().time() < 1.5:
+            raise Poison("the cause is not removed yet")
+        return bytes(msg.value)
+
+    faults: list[Fault] = [Redrive(at=1, key=b"k"), Crash(at=2), Redrive(at=10, key=b"k")]
+    run = Harness(app, partitions=1, seed=seed, faults=faults, commits=1.5, letters=0.01)
+    for value in (b"1", b"2"):
+        run.send(key=b"k", value=value)
+    result = run.run()
+    assert [each.redrives for each in result.dead] == [0, 1]
+    assert [each.value for each in result.results] == [b"2", b"1"]
+    result.verdict.raise_if_bad()
+
+
 # -- with an engine ------------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,20 @@ def test_dedup_window_rebuilt_gives_the_same_answers(
     assert feed(live, rest) == feed(rebuilt, rest)
 
 
+@given(settings, arrivals(), st.integers(1, 5))
+def test_first_is_where_the_chain_of_repeats_begins(
+    rule: Idempotency, messages: list[Arrival], together: int
+) -> None:
+    window, first = window_of(rule), dict[int, int]()
+    for place, each in enumerate(messages):
+        repeats = naive(rule, messages[:place], each)
+        first[each.offset] = each.offset if repeats is None else first[repeats]
+    feed(window, messages, together)
+    for each in {(message.key, message.event_id): message for message in messages}.values():
+        if messages[-1].offset - each.offset < rule.count:
+            assert window.first(each.key, each.event_id) == first[each.offset]
+
+
 def test_dedup_window_rebuild_starts_before_the_watermark() -> None:
     assert Idempotency(count=10).since(100) == 90
     assert Idempotency(count=10).since(3) == 0

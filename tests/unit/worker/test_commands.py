@@ -4,6 +4,8 @@ import asyncio
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from keylane import App, Message
 from keylane.dlq.record import DeadLetter, DeadLetterKind
 from keylane.engine import engine as real
@@ -23,8 +25,6 @@ from keylane.worker.commands import CommandExecutor
 from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
-    import pytest
-
     from keylane.engine.delivery import Delivery
     from keylane.state.commands import Command
 
@@ -85,20 +85,26 @@ def test_an_answer_removes_no_newer_command_of_its_lane() -> None:
 
 def parked(offset: int, event_id: bytes) -> DeadLetter:
     """Behind the one that failed; its place among the letters is its message's in the source."""
+    return letter(offset, offset, event_id)
+
+
+def letter(
+    offset: int, source_offset: int, event_id: bytes, *, kind: str = "parked", redrives: int = 0
+) -> DeadLetter:
     return DeadLetter(
         partition=0,
         offset=offset,
         key=b"k",
-        value=b"%d" % offset,
+        value=b"%d" % source_offset,
         headers=(("event-id", event_id),),
         headers_unreadable=None,
         topic=SOURCE.topic,
         topic_id=SOURCE.id,
         cluster=SOURCE.cluster,
         source_partition=0,
-        source_offset=offset,
+        source_offset=source_offset,
         timestamp=None,
-        kind=DeadLetterKind.PARKED,
+        kind=DeadLetterKind(kind),
         stage=None,
         error=None,
         message=None,
@@ -106,8 +112,8 @@ def parked(offset: int, event_id: bytes) -> DeadLetter:
         attempts=0,
         failures=(),
         failed_at=None,
-        park=0,
-        redrives=0,
+        park=0 if kind == "parked" else None,
+        redrives=redrives,
         app="app",
         app_version=None,
     )
@@ -120,6 +126,25 @@ def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -
     before.add(0)
     why = FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0)
     record = LaneRecord(stop=LaneStatus.PARKED, key=b"k", partition=0, offset=0, since=0.0, letter=why)
+    assert redrive(before, [record]) == [b"2"]
+
+
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_a_letter_with_a_newer_one_does_not_run(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """A task ended between writing the newer one and recording that the older one was redriven."""
+    letters = [
+        letter(0, 5, b"1", kind="dead"),
+        letter(1, 7, b"2", kind="dead"),
+        letter(2, 5, b"1", kind="dead", redrives=1),
+        letter(3, 5, b"1", kind="dead", redrives=2),
+    ]
+    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
+    monkeypatch.setattr(commands, "_AT_ONCE", at_once)
+    assert sorted(redrive(OffsetRuns())) == [b"5", b"7"]
+
+
+def redrive(before: OffsetRuns, lanes: list[LaneRecord] | None = None) -> list[bytes]:
+    """Redrive lane k of an app that parks; the values of what ran."""
     app = App("app", source="in", sink="out", on_failure="park")
     ran: list[bytes] = []
 
@@ -138,7 +163,7 @@ def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -
         async with open_pipeline(app.spec) as steps:
             engine = real.Engine(app.spec, steps, sink, on_done=on_done)
             made = executor(sink, engine, {0: before})
-            engine.restore({}, [record])
+            engine.restore({}, lanes or [])
             made.take([new_command("redrive", partition=0, key=b"k")])
             job = asyncio.create_task(made.run())
             while not made.idle:  # noqa: ASYNC110 - as a task that drains waits for it
@@ -147,4 +172,4 @@ def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -
             await engine.drain(1.0)
 
     run_virtual(main(), start=0.0, limit=100.0)
-    assert ran == [b"2"]
+    return ran
