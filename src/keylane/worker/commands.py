@@ -9,10 +9,10 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from keylane.dlq.reader import SeenDeadLetters, read_all_dead_letters
+from keylane.dlq.disk_table import DiskSorter
+from keylane.dlq.reader import SeenDeadLetters, read_all_dead_letters, read_dead_letters_at
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.errors import KeylaneError
@@ -309,8 +309,14 @@ class CommandExecutor(Contributor):
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
         repeats = SeenDeadLetters()
         letters = await asyncio.to_thread(read_all_dead_letters, self._settings, self._app.dlq, partition)
-        wanted = self._wanted(letters, partition, by_key, repeats)
-        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
+        in_order = await asyncio.to_thread(
+            self._in_source_order, self._wanted(letters, partition, by_key, repeats)
+        )
+        while rows := await asyncio.to_thread(in_order.take, _AT_ONCE):
+            positions = [position for *_, position in rows]
+            chunk = await asyncio.to_thread(
+                read_dead_letters_at, self._settings, self._app.dlq, partition, positions
+            )
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:
@@ -343,6 +349,16 @@ class CommandExecutor(Contributor):
                 stops.let_go(lane)
             log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
             self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+
+    def _in_source_order(self, letters: Iterable[DeadLetter]) -> DiskSorter:
+        """The positions of these letters: those of a former source first, then by the offset of their message.
+
+        They are in another order in the topic: a letter may have waited in the spool while newer ones were written.
+        """
+        rows = DiskSorter()
+        for letter in letters:
+            rows.add(letter.identity == self._source, letter.source_offset, letter.offset)
+        return rows
 
     def _wanted(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -83,18 +84,20 @@ def test_an_answer_removes_no_newer_command_of_its_lane() -> None:
     assert output.commands() == {newer.name}
 
 
-def parked(offset: int, event_id: bytes) -> DeadLetter:
-    """Behind the one that failed; its place among the letters is its message's in the source."""
+def parked(
+    offset: int, event_id: bytes, *, position: int | None = None, source: TopicIdentity = SOURCE
+) -> DeadLetter:
+    """Behind the one that failed; its place among the letters is its message's in the source, if not given."""
     return DeadLetter(
         partition=0,
-        offset=offset,
+        offset=offset if position is None else position,
         key=b"k",
         value=b"%d" % offset,
         headers=(("event-id", event_id),),
         headers_unreadable=None,
-        topic=SOURCE.topic,
-        topic_id=SOURCE.id,
-        cluster=SOURCE.cluster,
+        topic=source.topic,
+        topic_id=source.id,
+        cluster=source.cluster,
         source_partition=0,
         source_offset=offset,
         timestamp=None,
@@ -113,11 +116,13 @@ def parked(offset: int, event_id: bytes) -> DeadLetter:
     )
 
 
-def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
+def redrive(
+    monkeypatch: pytest.MonkeyPatch, letters: list[DeadLetter], command: Command, before: OffsetRuns
+) -> list[bytes]:
+    """The values that run when the command is carried out, in their order. Lane k is parked."""
+    at = {letter.offset: letter for letter in letters}
     monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
-    before = OffsetRuns()
-    before.add(0)
+    monkeypatch.setattr(commands, "read_dead_letters_at", lambda *given: [at[each] for each in given[-1]])
     why = FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0)
     record = LaneRecord(stop=LaneStatus.PARKED, key=b"k", partition=0, offset=0, since=0.0, letter=why)
     app = App("app", source="in", sink="out", on_failure="park")
@@ -139,7 +144,7 @@ def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -
             engine = real.Engine(app.spec, steps, sink, on_done=on_done)
             made = executor(sink, engine, {0: before})
             engine.restore({}, [record])
-            made.take([new_command("redrive", partition=0, key=b"k")])
+            made.take([command])
             job = asyncio.create_task(made.run())
             while not made.idle:  # noqa: ASYNC110 - as a task that drains waits for it
                 await asyncio.sleep(0.01)
@@ -147,4 +152,34 @@ def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -
             await engine.drain(1.0)
 
     run_virtual(main(), start=0.0, limit=100.0)
-    assert ran == [b"2"]
+    return ran
+
+
+def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
+    before = OffsetRuns()
+    before.add(0)
+    command = new_command("redrive", partition=0, key=b"k")
+    assert redrive(monkeypatch, letters, command, before) == [b"2"]
+
+
+def test_a_late_letter_runs_before_newer_ones_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message's letter came from the spool, behind more letters than a redrive holds in memory."""
+    count = commands._AT_ONCE + 500
+    order = [*range(1, count), 0]
+    letters = [parked(each, b"%d" % each, position=position) for position, each in enumerate(order)]
+    command = new_command("redrive", partition=0, key=b"k")
+    assert redrive(monkeypatch, letters, command, OffsetRuns()) == [b"%d" % each for each in range(count)]
+
+
+def test_letters_of_a_former_source_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those at the offset of a letter of the source as it is now: they are not copies of it."""
+    former = TopicIdentity(cluster="c", topic="in", id="0")
+    letters = [
+        parked(1, b"new 1", position=0),
+        parked(7, b"old 7", position=1, source=former),
+        parked(7, b"new 7", position=2),
+    ]
+    letters = [replace(letter, value=letter.headers[0][1]) for letter in letters]
+    command = new_command("redrive", partition=0, key=b"k", letters=[0, 1, 2])
+    assert redrive(monkeypatch, letters, command, OffsetRuns()) == [b"old 7", b"new 1", b"new 7"]
