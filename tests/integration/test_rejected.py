@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from keylane import App, Message, Poison, Publisher
+from keylane.demo.seed import SeedLoad, Target, send
 from keylane.kafka.cluster import Cluster
-from support.tasks import Runner
+from keylane.state.admin import AdminClient, new_command
+from support.tasks import Runner, note_plan
 from support.topics import wait_until
 
 if TYPE_CHECKING:
@@ -70,6 +72,25 @@ def test_a_publisher_fits_a_topic_with_a_small_limit(log: Log, name: str) -> Non
         for number in range(1000):
             publisher.send(noise(number, 1000), key=f"k{number % 50}")
     assert log.count(name) == 1000
+
+
+def test_commands_fit_a_state_topic_with_a_small_limit(log: Log, name: str) -> None:
+    app = copying(name)
+    log.create(f"{name}.in", f"{name}.out", partitions=1)
+    log.cluster.prepare(app.spec)
+    log.alter(app.spec.state, max_message_bytes="20000")
+    note_plan(log, app)
+    commands = [new_command("redrive", partition=0, key=os.urandom(100)) for _ in range(1000)]
+    with AdminClient(log.settings, name) as operator:
+        operator.give(commands)
+        ids = {each.id for each in commands}
+        wait_until(lambda: {each.id for each in operator.standing()} == ids, 20, "all commands are there")
+
+
+def test_a_seed_fits_a_topic_with_a_small_limit(log: Log, name: str) -> None:
+    log.create(name, partitions=1, max_message_bytes="5000")
+    send(SeedLoad(messages=20_000, keys=50, value_size=100), Target(topic=name, bootstrap=log.bootstrap))
+    assert log.count(name) == 20_000
 
 
 @BOTH

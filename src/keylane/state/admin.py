@@ -213,7 +213,10 @@ class AdminClient:
                 "Try again in a moment"
             )
         if self._producer is None:  # it takes half a second to be ready: made once, for the first order
-            self._producer = self._settings.producer(**{"message.timeout.ms": int(REQUEST_SECONDS * 1000)})
+            self._producer = self._settings.producer(
+                batch_limit=self._cluster.rules([self._topic])[self._topic].limit,
+                **{"message.timeout.ms": int(REQUEST_SECONDS * 1000)},
+            )
         producer = self._producer
         failed: list[str] = []
 
