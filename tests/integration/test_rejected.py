@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, Message, Poison, Publisher
+from keylane import App, Ledger, Message, Poison, Publisher
 from keylane.demo.seed import SeedLoad, Target, send
 from keylane.kafka.cluster import Cluster
 from keylane.state.admin import AdminClient, new_command
@@ -165,6 +165,26 @@ def test_nothing_passes_a_rejected_result_of_its_lane(
     runner.run(sink_limit=10_000_000)
     values = [each["value"] for each in sent]
     assert by_key(log.read(f"{name}.out")) == {b"k0": values[:40:2], b"k1": values[1::2]}
+
+
+@pytest.mark.parametrize("limit", ["", "10000"], ids=["as created", "small"])
+def test_a_large_key_fits_the_ledger_or_is_left_out(log: Log, name: str, tmp_path: Path, limit: str) -> None:
+    """Its record has the message's key. A ledger that somebody else created may take less than the source."""
+    log.create(f"{name}.in", partitions=1, max_message_bytes="3000000")
+    if limit:
+        log.create(f"{name}.ledger", partitions=1, max_message_bytes=limit)
+    app = App(name, source=f"{name}.in", ledger=Ledger())
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        """Only the ledger is looked at."""
+
+    log.send(f"{name}.in", [{"key": key, "value": b"v"} for key in (b"a", os.urandom(1_500_000), b"b")])
+    Runner(log, name, tmp_path, app).run()
+    assert log.lag(name, f"{name}.in") == 0
+    assert [len(row.key or b"") for row in log.read(f"{name}.ledger")] == (
+        [1, 1] if limit else [1, 1_500_000, 1]
+    )
 
 
 def test_a_keyless_result_for_a_compacted_sink_fails(log: Log, name: str, tmp_path: Path) -> None:
