@@ -81,7 +81,7 @@ def test_documented_rights_are_enough(name: str, delivery: Any) -> None:
             future.result(10)
         refused: list[Any] = []
         writer = Producer({"bootstrap.servers": broker.bootstrap})
-        writer.produce("source", b"v", on_delivery=lambda error, _: refused.append(error.code()))
+        writer.produce("source", b"v", on_delivery=lambda error, _: refused.append(error and error.code()))
         writer.flush(10)
         assert refused == [ClientError.TOPIC_AUTHORIZATION_FAILED], "everything else is denied"
         run = Planned(log, app)

@@ -51,6 +51,10 @@ class CommandResults:
     """They stand no more, and nobody said what came of them."""
 
 
+AUDIT_KEY_BYTES = 16_384
+"""Of a key in the audit. In full it would take twice the room of its message, which its topic may refuse."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
     """An order as it was written down when it was given, and what came of it."""
@@ -59,6 +63,7 @@ class AuditEntry:
     do: str
     partition: int
     key: bytes | None
+    """At most its first :data:`AUDIT_KEY_BYTES`."""
     offset: int | None
     """Of the message that it is about; None: it is about letters."""
     letters: int | None
@@ -227,7 +232,7 @@ class AdminClient:
         for command in commands:
             deed = {
                 "do": command.do,
-                "key": None if command.key is None else command.key.hex(),
+                "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
                 "partition": command.partition,
                 "offset": command.offset,
                 "letters": None if command.letters is None else len(command.letters),
