@@ -420,6 +420,10 @@ class StoppedLanes:
             self._set(found)
         return self.records.get(name)
 
+    def _parked_record(self, name: Name) -> LaneRecord | None:
+        known = [self.records[name], *self._others.get(name, {}).values()] if name in self.records else []
+        return next((record for record in known if record.stop is LaneStatus.PARKED), None)
+
     def _remove(self, name: Name) -> None:
         """Remove the lane's record. It may have another one, of another partition."""
         del self.records[name]
@@ -441,8 +445,7 @@ class StoppedLanes:
 
     def renew(self, key: bytes) -> None:
         """The lane's letters are read from the beginning: whether one failed in an earlier redrive does not count."""
-        record = self.records.get(key)
-        self.held[key] = LaneRedrive(parked=record is not None and record.stop is LaneStatus.PARKED)
+        self.held[key] = LaneRedrive(parked=self._parked_record(key) is not None)
 
     def settled(self, key: bytes) -> bool:
         """Whether nothing of this lane runs, or is on its way to the dead letters."""
@@ -560,7 +563,7 @@ class StoppedLanes:
 
     def let_go(self, key: bytes) -> None:
         """The redrive of this lane is over. A lane that was parked is so no more, unless it was parked again."""
-        record = self.records.get(key)
+        record = self._parked_record(key)
 
         def recorded(_problem: str | None) -> None:
             self.held.pop(key, None)
@@ -569,6 +572,7 @@ class StoppedLanes:
 
         if self.is_parked(key) and record is not None:
             self.held[key].parked = False
+            self._set(record)
             lane = self._lanes.get(key)
             if lane is not None and lane.head is not None:
                 self._begin_again(lane.head, record)

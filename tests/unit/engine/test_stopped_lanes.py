@@ -53,8 +53,8 @@ def run(scenario: Any, *, fails: set[bytes] | None = None) -> tuple[list[bytes],
     return ran, sink
 
 
-def blocked(partition: int) -> LaneRecord:
-    return LaneRecord(stop=LaneStatus.BLOCKED, key=b"k", partition=partition, offset=0, since=0.0, letter=WHY)
+def blocked(partition: int, stop: LaneStatus = LaneStatus.BLOCKED) -> LaneRecord:
+    return LaneRecord(stop=stop, key=b"k", partition=partition, offset=0, since=0.0, letter=WHY)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -113,3 +113,19 @@ def test_block_in_one_partition_keeps_that_in_another() -> None:
         await asyncio.sleep(1.0)
 
     assert run(scenario, fails=fails)[0] == [b"b", b"b"]
+
+
+@pytest.mark.parametrize("parked_first", [True, False])
+def test_redrive_of_a_parked_key_leaves_it_blocked_elsewhere(parked_first: bool) -> None:
+    async def scenario(engine: Engine, records: list[Any]) -> None:
+        found = [blocked(1, LaneStatus.PARKED), blocked(0)]
+        engine.restore({}, found if parked_first else found[::-1])
+        engine.stopped_lanes.hold(b"k")
+        engine.stopped_lanes.redrive(b"k", [])
+        engine.stopped_lanes.let_go(b"k")
+        engine.accept([records[1]])
+        await asyncio.sleep(1.0)
+        engine.accept([records[0]])
+        await asyncio.sleep(1.0)
+
+    assert run(scenario)[0] == [b"b"]
