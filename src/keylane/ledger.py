@@ -4,7 +4,7 @@ A record is a line of the JSON below; its key is the message's. All records of a
 ledger.
 
 ====== ==========================================================================================================
-``t``  the source; ``p`` the message's partition there, ``o`` its offset
+``t``  the source, and ``i`` Kafka's id of it; ``p`` the message's partition there, ``o`` its offset
 ``a``  the number of the attempt, over all stages; 0 if it was done without one: skipped, parked, a duplicate
 ``w``  who ran it: host, process and task; ``l``: a number that changes when this owner begins again
 ``s``  when it started, ``e`` when it ended: microseconds since 1970 by the owner's clock, which never goes back
@@ -64,6 +64,7 @@ SLOT_SQL = f"crc32(coalesce(key, cast(cast(offset AS string) AS binary))) % {_PA
 def encode(
     *,
     topic: str,
+    source_id: str,
     partition: int,
     offset: int,
     attempt: int,
@@ -77,8 +78,8 @@ def encode(
 ) -> bytes:
     """A record's value."""
     found: dict[str, Any] = {
-        "t": topic, "p": partition, "o": offset, "a": attempt, "w": owner, "l": life, "s": started, "e": ended,
-        "r": outcome,
+        "t": topic, "i": source_id, "p": partition, "o": offset, "a": attempt, "w": owner, "l": life, "s": started,
+        "e": ended, "r": outcome,
     }  # fmt: skip
     if redriven:
         found["d"] = 1

@@ -15,6 +15,7 @@ from keylane import Ledger, SettingsError
 from keylane.audit.audit import REPEAT_REASONS, audit, read_ledger
 from keylane.cli.verify import _audit, _facts
 from keylane.testing import Flaw
+from support.adjust import adjust
 from support.ledgers import PLANTED, Ledgers
 from support.tasks import Runner
 
@@ -183,6 +184,24 @@ def test_app_writes_a_ledger_that_proves_its_work(
     assert _facts(name, found, 1.0)["sound"] is True
     since = _audit(few, log.settings, name, int((time.time() + 100) * 1000) - 200_000, 0.0)
     assert since.checked == 612
+
+
+@pytest.mark.timeout(120)
+def test_ledger_of_a_former_source_is_left_out(
+    few: SparkSession, log: Log, name: str, tmp_path: Path
+) -> None:
+    """It had messages at the same positions."""
+    runner = Runner(log, name, tmp_path, ledger=Ledger())
+    for run, count in (("r1", 30), ("r2", 20)):
+        log.create(runner.source, partitions=1)
+        log.send(runner.source, [{"key": b"k%d" % (i % 3), "value": b"%d" % i} for i in range(count)])
+        runner.run(run)
+        adjust(runner.app, observer=None)  # the history knows the old topic's offsets
+        if run == "r1":
+            log.delete(runner.source)
+    found = _audit(few, log.settings, name, None, 0.0)
+    assert found.ok, found.violations
+    assert (found.messages, found.checked, dict(found.repeats)) == (20, 20, {})
 
 
 @pytest.mark.slow

@@ -93,7 +93,8 @@ def test_chain_keeps_order_ids_traces_and_origin_times(
 
     rows, origin = log.read(topic(name, APPS_COUNT)), log.read(topic(name, 0))
     apps = "/".join(f"{name}-{hop}" for hop in reversed(range(APPS_COUNT)))
-    first = {row.value: f"{apps}/{topic(name, 0)}/{row.partition}/{row.offset}".encode() for row in origin}
+    source = f"{log.cluster.identity(topic(name, 0)).source.id}/{topic(name, 0)}"
+    first = {row.value: f"{apps}/{source}/{row.partition}/{row.offset}".encode() for row in origin}
     given = [(row.key, first[row.value]) for row in origin]
     check_results(given, [(row.key, row.header("event-id")) for row in rows]).raise_if_bad()
     for row in rows:

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Producer
 
+from keylane.dlq import reader as dlq_reader
 from keylane.dlq.headers import dead_letter_headers
-from keylane.dlq.reader import SeenDeadLetters, read_dead_letters
+from keylane.dlq.reader import (
+    SeenDeadLetters,
+    read_all_dead_letters,
+    read_dead_letters,
+    read_dead_letters_at,
+)
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, UnreadableDeadLetter
 from keylane.dlq.spool import Spool, SpooledDeadLetter
 from keylane.errors import BrokerError
@@ -185,6 +191,45 @@ def test_a_topic_is_read_whole_in_its_order_or_in_part(log: Log, name: str) -> N
     dropped = read_dead_letters(log.settings, dlq)
     next(dropped)
     del dropped
+
+
+def test_letters_are_read_by_their_offsets(log: Log, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dlq = f"{name}.dlq"
+    log.create(dlq, partitions=1)
+    log.send(
+        dlq,
+        [letter(name, 0, n) for n in range(1000)] + [{"partition": 0, "key": b"k", "value": b"no letter"}],
+    )
+    monkeypatch.setattr(dlq_reader, "_SEEK_OFFSETS", 100)
+    offsets = [999, 0, 1, 50, 700, 1000, 5000]
+    found = read_dead_letters_at(log.settings, dlq, 0, offsets)
+    assert [(each.offset, each.source_offset) for each in found] == [(n, n) for n in (999, 0, 1, 50, 700)]
+
+
+def test_letters_behind_an_open_transaction_are_waited_for(
+    log: Log, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another task that shares the partition: a redrive must not miss what is in its transaction."""
+    dlq = f"{name}.dlq"
+    log.create(dlq, partitions=1)
+    log.send(dlq, [letter(name, 0, 1)])
+    producer: Any = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": name})
+    producer.init_transactions(10)
+    producer.begin_transaction()
+    producer.produce(dlq, **letter(name, 0, 2))
+    producer.flush(10)
+    log.send(dlq, [letter(name, 0, 3)])
+    commit = threading.Timer(1.5, producer.commit_transaction, [10])
+    commit.start()
+    assert [each.offset for each in read_all_dead_letters(log.settings, dlq, 0)] == [0, 1, 2]
+    commit.join()
+    producer.begin_transaction()
+    producer.produce(dlq, **letter(name, 0, 4))
+    producer.flush(10)
+    monkeypatch.setattr(dlq_reader, "SILENCE_SECONDS", 2.0)
+    with pytest.raises(BrokerError, match="an open transaction begins at"):
+        list(read_all_dead_letters(log.settings, dlq, 0))
+    producer.abort_transaction(10)
 
 
 def test_reader_ends_behind_final_transactions(log: Log, name: str) -> None:

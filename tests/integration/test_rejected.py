@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, Message, Poison, Publisher
+from keylane import App, Ledger, Message, Poison, Publisher
+from keylane.demo.seed import SeedLoad, Target, send
 from keylane.kafka.cluster import Cluster
-from support.tasks import Runner
+from keylane.state.admin import AdminClient, new_command
+from support.tasks import Runner, note_plan
 from support.topics import wait_until
 
 if TYPE_CHECKING:
@@ -70,6 +72,27 @@ def test_a_publisher_fits_a_topic_with_a_small_limit(log: Log, name: str) -> Non
         for number in range(1000):
             publisher.send(noise(number, 1000), key=f"k{number % 50}")
     assert log.count(name) == 1000
+
+
+def test_commands_fit_a_state_topic_with_a_small_limit(log: Log, name: str) -> None:
+    app = copying(name)
+    log.create(f"{name}.in", f"{name}.out", partitions=1)
+    log.cluster.prepare(app.spec)
+    log.alter(app.spec.state, max_message_bytes="20000")
+    note_plan(log, app)
+    commands = [new_command("redrive", partition=0, key=os.urandom(100)) for _ in range(1000)]
+    with AdminClient(log.settings, name) as operator:
+        operator.give(commands)
+        ids = {each.id for each in commands}
+        wait_until(
+            lambda: {each.id for each in operator.open_commands()} == ids, 20, "all commands are there"
+        )
+
+
+def test_a_seed_fits_a_topic_with_a_small_limit(log: Log, name: str) -> None:
+    log.create(name, partitions=1, max_message_bytes="5000")
+    send(SeedLoad(messages=20_000, keys=50, value_size=100), Target(topic=name, bootstrap=log.bootstrap))
+    assert log.count(name) == 20_000
 
 
 @BOTH
@@ -144,6 +167,26 @@ def test_nothing_passes_a_rejected_result_of_its_lane(
     runner.run(sink_limit=10_000_000)
     values = [each["value"] for each in sent]
     assert by_key(log.read(f"{name}.out")) == {b"k0": values[:40:2], b"k1": values[1::2]}
+
+
+@pytest.mark.parametrize("limit", ["", "10000"], ids=["as created", "small"])
+def test_a_large_key_fits_the_ledger_or_is_left_out(log: Log, name: str, tmp_path: Path, limit: str) -> None:
+    """Its record has the message's key. A ledger that somebody else created may take less than the source."""
+    log.create(f"{name}.in", partitions=1, max_message_bytes="3000000")
+    if limit:
+        log.create(f"{name}.ledger", partitions=1, max_message_bytes=limit)
+    app = App(name, source=f"{name}.in", ledger=Ledger())
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        """Only the ledger is looked at."""
+
+    log.send(f"{name}.in", [{"key": key, "value": b"v"} for key in (b"a", os.urandom(1_500_000), b"b")])
+    Runner(log, name, tmp_path, app).run()
+    assert log.lag(name, f"{name}.in") == 0
+    assert [len(row.key or b"") for row in log.read(f"{name}.ledger")] == (
+        [1, 1] if limit else [1, 1_500_000, 1]
+    )
 
 
 def test_a_keyless_result_for_a_compacted_sink_fails(log: Log, name: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError as ClientError
 
 from keylane.kafka.cluster import Cluster
+from keylane.kafka.rejection import NO_RULES
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.offsets.identity import AppIdentity, TopicIdentity
@@ -152,6 +153,7 @@ class StateLog:
         monkeypatch.setattr(KafkaSettings, "producer", lambda _settings, **_more: _Producer(self))
         monkeypatch.setattr(Cluster, "topics", lambda _cluster: self.topics)
         monkeypatch.setattr(Cluster, "identity", lambda _cluster, *topics: identity(*topics))
+        monkeypatch.setattr(Cluster, "rules", lambda _cluster, topics: dict.fromkeys(topics, NO_RULES))
         monkeypatch.setenv("KEYLANE_BOOTSTRAP", "nowhere:1")
 
         self.put(0, PLAN, json.dumps(PLANNED).encode())

@@ -78,7 +78,7 @@ def read_ledger(topic: DataFrame) -> DataFrame:
     return topic.select("key", f.from_json(f.col("value").cast("string"), queries.DDL).alias("v")).selectExpr(
         "key", "v.p AS partition", "v.o AS offset", "v.a AS attempt", "v.w AS owner", "v.l AS life",
         "v.s AS started", "v.e AS ended", "v.r AS outcome", "coalesce(v.d, 0) = 1 AS redriven",
-        "coalesce(v.m, 1.0D) AS share", "v.t AS topic",
+        "coalesce(v.m, 1.0D) AS share", "v.t AS topic", "v.i AS source_id",
     )  # fmt: skip
 
 

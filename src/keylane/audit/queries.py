@@ -6,7 +6,7 @@ microseconds, and names in braces for DataFrames.
 
 from __future__ import annotations
 
-DDL = "t STRING, p INT, o BIGINT, a INT, w STRING, l STRING, s BIGINT, e BIGINT, r STRING, d INT, m DOUBLE"
+DDL = "t STRING, i STRING, p INT, o BIGINT, a INT, w STRING, l STRING, s BIGINT, e BIGINT, r STRING, d INT, m DOUBLE"
 """The JSON of a record's value: see :mod:`keylane.ledger`."""
 UNFINISHED = (1 << 63) - 1
 """The end of a message that never finished, in :data:`OVERTAKEN`."""

@@ -13,6 +13,7 @@ from keylane.cli.keys import show_key
 from keylane.cli.layout import counted
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.state.admin import AdminClient
 from keylane.topic_names import ledger_topic
 
 if TYPE_CHECKING:
@@ -82,10 +83,18 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
             options |= {"startingTimestamp": str(began), "startingOffsetsByTimestampStrategy": "latest"}
         return spark.read.format("keylane.topic").schema(columns).options(**options).load()
 
-    def ledger(**more: str) -> DataFrame:
-        return read_ledger(topic(ledger_topic(name), "key BINARY, value BINARY", **more))
-
     cluster = Cluster(settings)
+    planned = _planned_source(settings, name)
+    source_id = cluster.identity(planned).source.id if planned else ""
+
+    def ledger(**more: str) -> DataFrame:
+        """All records, without those of a former source: it had the same positions. Malformed ones have no topic."""
+        found = read_ledger(topic(ledger_topic(name), "key BINARY, value BINARY", **more))
+        for column, value in (("topic", planned), ("source_id", source_id)):
+            if value:
+                found = found.where(found[column].isNull() | (found[column] == value))
+        return found
+
     first = ledger().select("topic").where("topic > ''").first()
     if first is None:
         when = "" if began is None else " from --since on"
@@ -110,6 +119,15 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
         entire_source=began is not None,
         skew=skew,
     )
+
+
+def _planned_source(settings: KafkaSettings, name: str) -> str:
+    """The source of the app's last plan; empty if it is not known."""
+    try:
+        with AdminClient(settings, name) as operator:
+            return operator.source
+    except BrokerError:
+        return ""
 
 
 def _facts(name: str, found: Audit, seconds: float) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.client import AdminClient, ClientError, KafkaException, NewTopic, Producer
+from keylane.kafka.cluster import Cluster
+from keylane.kafka.settings import BATCH_BYTES, BATCH_OVERHEAD_BYTES, RESERVED_SETTINGS, KafkaSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -183,7 +185,7 @@ def send(load: SeedLoad, target: Target, progress: Callable[[int], None] | None 
             "compression.type": "lz4",
             "partitioner": "murmur2_random",
             "linger.ms": 5 if target.rate else 20,
-            "batch.size": 1_000_000,
+            "batch.size": _batch_size(target),
             "queue.buffering.max.messages": 200_000,
             "queue.buffering.max.kbytes": 262_144,
             # A callback per message costs a quarter of the rate. Failures are reported; the rest is flushed.
@@ -244,6 +246,13 @@ def ensure_topic(target: Target) -> tuple[int, bool]:
             )
         time.sleep(0.05)
     return wanted, True
+
+
+def _batch_size(target: Target) -> int:
+    """A batch that the topic accepts: the broker rejects a larger one, and the client does not split it."""
+    client = tuple((n, str(v)) for n, v in (target.client or {}).items() if n not in RESERVED_SETTINGS)
+    rules = Cluster(KafkaSettings(target.bootstrap, client)).rules([target.topic])[target.topic]
+    return min(BATCH_BYTES, max(1, rules.limit - BATCH_OVERHEAD_BYTES)) if rules.limit else BATCH_BYTES
 
 
 def _partitions(admin: AdminClient, target: Target) -> int | None:

@@ -19,7 +19,7 @@ from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from keylane.kafka.settings import KafkaSettings
 
@@ -33,11 +33,15 @@ __all__ = [
     "UnreadableDeadLetter",
     "dead_letter_headers",
     "parse",
+    "read_all_dead_letters",
     "read_dead_letters",
+    "read_dead_letters_at",
 ]
 
 SILENCE_SECONDS = 3 * REQUEST_SECONDS
 """Reading fails after this time without progress."""
+_SEEK_OFFSETS = 20_000
+"""Fewer offsets than these are read and dropped, because a new consumer takes longer."""
 
 
 class SeenDeadLetters:
@@ -51,8 +55,8 @@ class SeenDeadLetters:
 
     def seen(self, letter: DeadLetter) -> bool:
         """Whether this is a copy of a dead letter that was given before."""
-        source = letter.topic, letter.source_partition, letter.source_offset
-        return not self._seen.add(*source, letter.redrives, letter.kind.value)
+        message = str(letter.identity), letter.source_partition, letter.source_offset
+        return not self._seen.add(*message, letter.redrives, letter.kind.value)
 
 
 class NewestDeadLetters:
@@ -125,6 +129,25 @@ def read_all_dead_letters(
     (begin,) = cluster.ends(topic, [partition], earliest=True).values()
     (end,) = cluster.ends(topic, [partition]).values()
     return _read(settings, topic, {partition: range(begin, end)} if begin < end else {}, wait=True)
+
+
+def read_dead_letters_at(
+    settings: KafkaSettings, topic: str, partition: int, offsets: Sequence[int]
+) -> list[DeadLetter]:
+    """The dead letters at these offsets of a partition, in the order of ``offsets``. Missing ones are left out."""
+    wanted = sorted(offsets)
+    found: dict[int, DeadLetter | None] = dict.fromkeys(offsets)
+    begin = 0
+    for end in range(1, len(wanted) + 1):
+        if end < len(wanted) and wanted[end] - wanted[end - 1] < _SEEK_OFFSETS:
+            continue
+        for letter in _read(
+            settings, topic, {partition: range(wanted[begin], wanted[end - 1] + 1)}, wait=False
+        ):
+            if letter.offset in found and isinstance(letter, DeadLetter):
+                found[letter.offset] = letter
+        begin = end
+    return [letter for letter in found.values() if letter is not None]
 
 
 def _read(

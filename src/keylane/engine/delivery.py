@@ -126,6 +126,12 @@ class Delivery(Message):
         return self._record
 
     @property
+    def source_id(self) -> str:
+        """Kafka's id of the topic that it was in; empty if unknown. A dead letter may be of a former source."""
+        letter = getattr(self._record, "letter", None)
+        return self.engine.source_id if letter is None else str(letter.topic_id)
+
+    @property
     def carried(self) -> Headers:
         """The headers for its results: like :attr:`headers`, but not a copy; do not change them."""
         headers = self._headers

@@ -90,7 +90,7 @@ class Engine:
     ``max_buffered``; ``used()`` how many are there or on their way.
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
-    epoch of the same task.
+    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Engine:
         used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
         duplicates: Duplicates | None = None,
+        source_id: str = "",
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -115,6 +116,7 @@ class Engine:
         room = room or (lambda: app.max_buffered)
         spans_partitions = app.order.max_tasks == 1
         self.wall = wall
+        self.source_id = source_id
         self._order = app.order
         # None where every key is a lane: the hot path.
         self._lane_key = None if app.order.by_key else app.order.lane_key

@@ -57,9 +57,14 @@ class Redriver:
         self._engine.duplicates.came_through(Message(record))
 
     async def run(self, found: Iterable[RedriveItem]) -> list[Delivery]:
-        """Run these letters, each lane's in the order of their source, and wait until all of them are done."""
+        """Run these letters and wait until all of them are done.
+
+        Each lane's run in the order of their source, and those of a former source before them.
+        """
         lanes: dict[bytes | None, list[Delivery]] = {}
-        for one in sorted(found, key=lambda one: (one.record.partition(), one.record.offset())):
+        for one in sorted(
+            found, key=lambda one: (one.in_source, one.record.partition(), one.record.offset())
+        ):
             delivery = self._engine.make(one.record)
             failure_state = delivery.failure_state = FailureState()
             failure_state.letter, failure_state.redrives = one.letter, one.redrives + 1

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
@@ -27,6 +27,7 @@ from keylane.sink import SINK_STAGE, SinkResult
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from keylane.engine.delivery import Delivery
     from keylane.handlers.payloads import Read
     from keylane.message import Message
     from keylane.policies.classify import Rule
@@ -131,7 +132,7 @@ def _sink_step(app: AppSpec, sink: Sink) -> Step:
         given = value if app.dispatches else [(encode(value, last), "")]
         results = []
         for content, handler in given:
-            headers = result_headers(message, result_id_prefix(app.name, handler))
+            headers = result_headers(cast("Delivery", message), result_id_prefix(app.name, handler))
             event_id = (headers[-1][1] or b"").decode(errors="replace")
             results.append(
                 SinkResult(

@@ -71,6 +71,7 @@ class StoppedLanes:
         read_to: Callable[[int], int | None],
     ) -> None:
         self.records: dict[Name, LaneRecord] = {}
+        self._others: dict[Name, dict[int, LaneRecord]] = {}  # of a key that is blocked in several partitions
         self.redriving: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are being redriven
         self.on_redriven: Callable[[bytes], None] = lambda _key: None  # written by the engine, once
         self._output = output
@@ -96,7 +97,7 @@ class StoppedLanes:
     def restore(self, records: Iterable[LaneRecord], redriving: Iterable[bytes] = ()) -> None:
         """Take over the records of earlier tasks. Call it before anything is accepted."""
         for record in records:
-            self.records[_name(record)] = record
+            self._set(record)
             if record.stop is LaneStatus.BLOCKED:
                 self._attempts.forget(record.partition, record.offset)
         for key in redriving:
@@ -121,7 +122,7 @@ class StoppedLanes:
                     self._lanes.stop(lane)
                     return False
         name = key if key is not None else (delivery.partition, delivery.offset)
-        record = self.records.get(name)
+        record = self._record_in(name, delivery.partition)
         if record is None:
             return True
         if record.stop is LaneStatus.PARKED:
@@ -263,7 +264,7 @@ class StoppedLanes:
             if problem is not None:
                 self._stay(lane, delivery, letter, f"its lane could not be parked: {problem}")
                 return
-            self.records[_name(record)] = record
+            self._set(record)
             if record.letter is not letter:
                 self._full[_name(record)] = letter
             self._lanes.resume(lane)
@@ -275,7 +276,7 @@ class StoppedLanes:
         record = record_of(
             delivery, letter, LaneStatus.PARKED, self._clock.wall(), why="it failed again when redriven"
         )
-        self.records[_name(record)] = record
+        self._set(record)
         if record.key is not None and record.key in self.redriving:
             self.redriving[record.key].give_up()
         self._leave(lane, delivery)
@@ -320,7 +321,7 @@ class StoppedLanes:
         record = self._record(delivery, letter, LaneStatus.BLOCKED, why)
         if record is None:
             return
-        self.records[_name(record)] = record
+        self._set(record)
         self._at[_name(record)] = lane
         log.error(
             "lane %r is blocked at %s: %s%s",
@@ -362,7 +363,7 @@ class StoppedLanes:
 
     def release(self, name: Name, partition: int, offset: int) -> str | None:
         """Run the message at which the lane is blocked again, with all its attempts. Returns why not, or None."""
-        record, lane = self.records.get(name), self._at.get(name)
+        record, lane = self._record_in(name, partition), self._at.get(name)
         if record is None or not _is_blocked_at(record, partition, offset):
             return _not_blocked(partition, offset)
         self._forget(name, record)
@@ -381,7 +382,7 @@ class StoppedLanes:
 
     def skip(self, name: Name, partition: int, offset: int) -> str | None:
         """Make the message at which the lane is blocked a dead letter, and continue. Returns why not, or None."""
-        record = self.records.get(name)
+        record = self._record_in(name, partition)
         if record is None or not _is_blocked_at(record, partition, offset):
             return _not_blocked(partition, offset)
         lane = self._at.pop(name, None)
@@ -394,7 +395,7 @@ class StoppedLanes:
             letter=record.letter,
             why=record.why,
         )
-        self.records[name] = skipping
+        self._set(skipping)
 
         def recorded(_problem: str | None) -> None:
             if lane is not None:
@@ -409,8 +410,36 @@ class StoppedLanes:
             if record.stop is LaneStatus.SKIPPING and is_done(record.partition, record.offset):
                 self._forget(name, record)
 
-    def _forget(self, name: Name, record: LaneRecord) -> None:
+    def _set(self, record: LaneRecord) -> None:
+        """Set the lane's record. One of another partition counts again when messages of that partition come."""
+        name = _name(record)
+        known = self.records.get(name)
+        if known is not None and known.partition != record.partition:
+            self._others.setdefault(name, {})[known.partition] = known
+        if name in self._others:
+            self._others[name].pop(record.partition, None)
+        self.records[name] = record
+
+    def _record_in(self, name: Name, partition: int) -> LaneRecord | None:
+        """The lane's record: that of this partition, if it has one there."""
+        if (found := self._others.get(name, {}).get(partition)) is not None:
+            self._set(found)
+        return self.records.get(name)
+
+    def _parked_record(self, name: Name) -> LaneRecord | None:
+        known = [self.records[name], *self._others.get(name, {}).values()] if name in self.records else []
+        return next((record for record in known if record.stop is LaneStatus.PARKED), None)
+
+    def _remove(self, name: Name) -> None:
+        """Remove the lane's record. It may have another one, of another partition."""
         del self.records[name]
+        if others := self._others.pop(name, None):
+            _, self.records[name] = others.popitem()
+            if others:
+                self._others[name] = others
+
+    def _forget(self, name: Name, record: LaneRecord) -> None:
+        self._remove(name)
         self._note(record.partition, record.name, None, _log_problem)
 
     # A redrive.
@@ -422,8 +451,7 @@ class StoppedLanes:
 
     def restart_redrive(self, key: bytes) -> None:
         """The lane's letters are read from the beginning: failures of an earlier redrive no longer count."""
-        record = self.records.get(key)
-        self.redriving[key] = LaneRedrive(parked=record is not None and record.stop is LaneStatus.PARKED)
+        self.redriving[key] = LaneRedrive(parked=self._parked_record(key) is not None)
 
     def is_quiet(self, key: bytes) -> bool:
         """True if nothing of this lane runs or is becoming a dead letter."""
@@ -541,7 +569,7 @@ class StoppedLanes:
 
     def end_redrive(self, key: bytes) -> None:
         """End the redrive of this lane. A parked lane is no longer parked, unless it was parked again."""
-        record = self.records.get(key)
+        record = self._parked_record(key)
 
         def recorded(_problem: str | None) -> None:
             self.redriving.pop(key, None)
@@ -550,10 +578,11 @@ class StoppedLanes:
 
         if self.is_parked(key) and record is not None:
             self.redriving[key].parked = False
+            self._set(record)
             lane = self._lanes.get(key)
             if lane is not None and lane.head is not None:
                 self._begin_again(lane.head, record)
-            del self.records[key]
+            self._remove(key)
             self._note(record.partition, record.name, None, recorded)
         else:
             recorded(None)

@@ -51,7 +51,7 @@ STATE_CONFIG = {
 }
 """Settings of the state topic."""
 STATE_ROOM_BYTES = 65_536
-"""By how much a lane's record may be larger than the key of its message: the failure's context."""
+"""By how much a record of the state topic or the ledger may be larger than the key of its message."""
 TELEMETRY_CONFIG = {"retention.ms": "86400000", "segment.ms": "3600000", "segment.bytes": str(16 << 20)}
 """One day, in segments of an hour at most, because a segment is deleted as a whole."""
 DEAD_LETTER_ROOM_BYTES = 65_536
@@ -243,13 +243,13 @@ class Cluster:
             self._create_in_background(app.telemetry_topic, TELEMETRY_CONFIG)
         source_limit = self.setting(app.source, "max.message.bytes")
         self.ensure(app.dlq, count, {"max.message.bytes": str(int(source_limit) + DEAD_LETTER_ROOM_BYTES)})
+        # Records of the ledger and of lanes contain their message's key, which may be as large as the source allows.
+        limit = max(int(STATE_CONFIG["max.message.bytes"]), int(source_limit) + STATE_ROOM_BYTES)
         if app.ledger is not None:
-            self.ensure(app.ledger_topic, count, {})
+            self.ensure(app.ledger_topic, count, {"max.message.bytes": str(limit)})
         # An existing state topic keeps its number of partitions here: the planner adopts new ones.
         if app.state not in self.topics():
             # The last segment is not compacted, and a task reads all of it, so segments are small.
-            # A lane's record contains the key of its message, which may be as large as the source allows.
-            limit = max(int(STATE_CONFIG["max.message.bytes"]), int(source_limit) + STATE_ROOM_BYTES)
             self.ensure(app.state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
         partitions = min(count, self.partitions(app.state))
         return AppTopics(partitions=partitions, sink_limit=sink_limit, sink_stamps=stamps)

@@ -20,7 +20,7 @@ from keylane.kafka.rejection import is_rejection, record_size
 from keylane.kafka.transactional_client import TransactionalClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
     from confluent_kafka import TopicPartition
 
@@ -77,6 +77,8 @@ class TransactionalWriter:
         """By partition of the state topic: the offset of the last committed record."""
         self.fail: Callable[[BaseException], None] = lambda _error: None
         self.limit = limit
+        self.limits: Mapping[str, int] = {}
+        """``max.message.bytes`` of other topics, where it is known."""
         self._topic = topic
         self._labels = labels
         self._exact = exact
@@ -126,7 +128,7 @@ class TransactionalWriter:
         ``exact``: it is called as :meth:`confirm_soon` does.
         """
         labels = self._labels.of(name)
-        problem = self._too_large(name, value, labels)
+        problem = _too_large(self._topic, self.limit, name, value, labels)
         if problem is not None:
             if then is not None:
                 asyncio.get_running_loop().call_soon(then, problem)
@@ -136,18 +138,6 @@ class TransactionalWriter:
         self.put(self._topic, value, name, headers=labels, partition=partition, report=self._on_delivery)
         if then is not None and self._exact:
             self.confirm_soon(then)
-
-    def _too_large(self, name: bytes, value: bytes | None, labels: Headers) -> str | None:
-        """What is wrong with the size of a state record, or None. Logs it."""
-        size = record_size(name, value, labels)
-        if not 0 < self.limit < size:
-            return None
-        problem = (
-            f"the record of {size:,} bytes is larger than topic {self._topic!r} takes "
-            f"(max.message.bytes: {self.limit:,}); raise the topic's limit"
-        )
-        log.error("%s key=%r", problem, name[:200])
-        return problem
 
     def confirm_soon(self, then: Then) -> None:
         """Call ``then(None)`` soon, and before the open transaction collects its progress."""
@@ -213,11 +203,12 @@ class TransactionalWriter:
     ) -> None:
         """Commit what was put together with these offsets and records. Only inside :meth:`exclusive`.
 
-        ``records``: topic, value and key of records of other topics. Raises as :meth:`commit` does. After an abort the
+        ``records``: topic, value and key of records of other topics. Records that their topic never takes are left
+        out, or no transaction could be committed any more. Raises as :meth:`commit` does. After an abort the
         records that were put are in the next transaction, the arguments are not: the caller collects them again. The
         caller must not be cancelled unless the loop ends.
         """
-        batch = [*self._state_records(state_records), *map(_other_record, records)]
+        batch = [*self._state_records(state_records), *self._other_records(records)]
         client = self._client
         if not client.open and not offsets and not batch:
             return
@@ -246,8 +237,15 @@ class TransactionalWriter:
     def _state_records(self, state_records: Iterable[StateRecord]) -> Iterator[ProduceArgs]:
         for partition, name, value in state_records:
             labels = self._labels.of(name)
-            if self._too_large(name, value, labels) is None:
+            if _too_large(self._topic, self.limit, name, value, labels) is None:
                 yield (self._topic, value, name, partition, self._on_delivery, None, 0, labels)
+
+    def _other_records(
+        self, records: Iterable[tuple[str, bytes | None, bytes | None]]
+    ) -> Iterator[ProduceArgs]:
+        for topic, value, key in records:
+            if _too_large(topic, self.limits.get(topic, 0), key, value, None) is None:
+                yield (topic, value, key, _ANY_PARTITION, None, None, 0, [])
 
     def _requeue(self, sent: list[ProduceArgs], callbacks: list[tuple[bytes, Then]]) -> None:
         """Put the records of an aborted transaction into the next one, except those that the broker rejected."""
@@ -343,6 +341,16 @@ class TransactionalWriter:
         self.written |= client.commit([])
 
 
-def _other_record(record: tuple[str, bytes | None, bytes | None]) -> ProduceArgs:
-    topic, value, key = record
-    return (topic, value, key, _ANY_PARTITION, None, None, 0, [])
+def _too_large(
+    topic: str, limit: int, key: bytes | None, value: bytes | None, headers: Headers | None
+) -> str | None:
+    """What is wrong with the size of a record, or None. Logs it."""
+    size = record_size(key, value, headers)
+    if not 0 < limit < size:
+        return None
+    problem = (
+        f"the record of {size:,} bytes is larger than topic {topic!r} takes "
+        f"(max.message.bytes: {limit:,}); raise the topic's limit"
+    )
+    log.error("%s key=%r", problem, (key or b"")[:200])
+    return problem

@@ -52,6 +52,10 @@ class CommandResults:
     """Commands that are gone without an answer."""
 
 
+AUDIT_KEY_BYTES = 16_384
+"""Of a key in the audit. In full it would take twice the room of its message, which its topic may refuse."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
     """A command as it was recorded when it was given, and its result."""
@@ -60,6 +64,7 @@ class AuditEntry:
     do: str
     partition: int
     key: bytes | None
+    """At most its first :data:`AUDIT_KEY_BYTES`."""
     offset: int | None
     """Offset of the message it is about; None for commands about dead letters."""
     letters: int | None
@@ -213,10 +218,11 @@ class AdminClient:
                 f"app {self.app!r} has not planned its first epoch yet: there is nothing to give a command for. "
                 "Try again in a moment"
             )
-        if (
-            self._producer is None
-        ):  # created with the first command, because it takes half a second to be ready
-            self._producer = self._settings.producer(**{"message.timeout.ms": int(REQUEST_SECONDS * 1000)})
+        if self._producer is None:  # created with the first command: it takes half a second to be ready
+            self._producer = self._settings.producer(
+                batch_limit=self._cluster.rules([self._topic])[self._topic].limit,
+                **{"message.timeout.ms": int(REQUEST_SECONDS * 1000)},
+            )
         producer = self._producer
         failed: list[str] = []
 
@@ -227,7 +233,7 @@ class AdminClient:
         for command in commands:
             deed = {
                 "do": command.do,
-                "key": None if command.key is None else command.key.hex(),
+                "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
                 "partition": command.partition,
                 "offset": command.offset,
                 "letters": None if command.letters is None else len(command.letters),

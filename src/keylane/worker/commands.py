@@ -9,10 +9,15 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from keylane.dlq.reader import NewestDeadLetters, SeenDeadLetters, read_all_dead_letters
+from keylane.dlq.disk_table import DiskSorter
+from keylane.dlq.reader import (
+    NewestDeadLetters,
+    SeenDeadLetters,
+    read_all_dead_letters,
+    read_dead_letters_at,
+)
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.errors import KeylaneError
@@ -309,12 +314,14 @@ class CommandExecutor(Contributor):
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
         repeats = SeenDeadLetters()
-        wanted = self._wanted(partition, by_key, repeats)
-        newest: NewestDeadLetters | None = None
-        while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _REDRIVEN_AT_ONCE_MESSAGES))):
-            if newest is None:  # the first chunk is almost always all there is
-                everything = chunk if len(chunk) < _REDRIVEN_AT_ONCE_MESSAGES else None
-                newest = await asyncio.to_thread(self._newest, partition, by_key, everything)
+        in_order, newest = await asyncio.to_thread(
+            self._in_source_order, self._wanted(partition, by_key, repeats)
+        )
+        while rows := await asyncio.to_thread(in_order.take, _REDRIVEN_AT_ONCE_MESSAGES):
+            positions = [position for *_, position in rows]
+            chunk = await asyncio.to_thread(
+                read_dead_letters_at, self._settings, self._app.dlq, partition, positions
+            )
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:
@@ -353,6 +360,18 @@ class CommandExecutor(Contributor):
             log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
             self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
 
+    def _in_source_order(self, letters: Iterable[DeadLetter]) -> tuple[DiskSorter, NewestDeadLetters]:
+        """Sort the positions of these letters, and find the newest letter of each message.
+
+        Letters of a former source come first, then they follow the offsets of their messages. They are in another order
+        in the topic: a letter may have waited in the spool while newer ones were written.
+        """
+        rows, newest = DiskSorter(), NewestDeadLetters()
+        for letter in letters:
+            rows.add(letter.identity == self._source, letter.source_offset, letter.offset)
+            newest.add(letter)
+        return rows, newest
+
     def _wanted(
         self, partition: int, by_key: dict[bytes | None, Command], repeats: SeenDeadLetters
     ) -> Iterator[DeadLetter]:
@@ -370,25 +389,6 @@ class CommandExecutor(Contributor):
                 self._mark(partition, letter.offset)
             elif chosen:
                 yield letter
-
-    def _newest(
-        self, partition: int, by_key: dict[bytes | None, Command], letters: Iterable[DeadLetter] | None
-    ) -> NewestDeadLetters:
-        """Find the newest letter of each message. ``letters`` is None if they are too many for memory: then read them.
-
-        A letter that the command leaves out replaces none, unless it was redriven.
-        """
-        newest = NewestDeadLetters()
-        if letters is None:
-            redriven = self._redriven[partition]
-            letters = (
-                letter
-                for letter, chosen in self._letters(partition, by_key)
-                if chosen or letter.offset in redriven
-            )
-        for letter in letters:
-            newest.add(letter)
-        return newest
 
     def _letters(
         self, partition: int, by_key: dict[bytes | None, Command]

@@ -82,6 +82,7 @@ class LedgerWriter(Contributor):
     def _add(self, message: Message, attempt: int, started: int, outcome: str) -> None:
         value = encode(
             topic=self._source,
+            source_id=getattr(message, "source_id", ""),
             partition=message.partition,
             offset=message.offset,
             attempt=attempt,

@@ -87,6 +87,7 @@ class WorkerSession:
             batch_limit=smallest_limit(*map(self.rules, in_transactions)),
             alone=alone,
         )
+        self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
         self.duplicates: Duplicates | None = None
         """The event ids of the last epoch."""
         self.versions: VersionStore | None = None

@@ -249,6 +249,7 @@ class Task:
             used=lambda: fetcher.buffered,
             store=worker_session.versions,
             duplicates=worker_session.duplicates,
+            source_id=worker_session.identity.source.id,
         )
         worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail

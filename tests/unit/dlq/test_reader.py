@@ -325,6 +325,14 @@ def test_repeated_letter_has_the_same_redrives_and_outcome() -> None:
     assert not repeats.seen(letter(headers(DeadLetterKind.ARCHIVED), offset=21))
 
 
+@pytest.mark.parametrize("header", ["keylane-topic", "keylane-topic-id", "keylane-cluster"])
+def test_a_message_of_another_topic_is_no_repeat(header: str) -> None:
+    repeats = SeenDeadLetters()
+    assert not repeats.seen(letter(headers()))
+    other = [(name, b"other" if name == header else value) for name, value in headers()]
+    assert not repeats.seen(letter(other, offset=18))
+
+
 # -- reading the topic ---------------------------------------------------------------------------------------------
 
 

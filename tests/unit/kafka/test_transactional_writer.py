@@ -153,6 +153,26 @@ def test_a_note_larger_than_its_topic_takes_is_refused(monkeypatch: pytest.Monke
     assert "larger than topic 'app.state' takes" in str(told[0])
 
 
+def test_a_record_larger_than_its_topic_takes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no transaction could be committed any more: the record would be in each of them."""
+    writer, client = aborting(monkeypatch, aborts=0)
+    writer.limits = {"app.ledger": 1_000}
+
+    async def main() -> None:
+        writer.attach()
+        async with writer.exclusive():
+            await writer.commit_with(
+                records=[
+                    ("app.ledger", b"1", b"k" * 1_000),
+                    ("app.ledger", b"2", b"k"),
+                    ("other", b"3", b"k" * 1_000),
+                ]
+            )
+
+    asyncio.run(main())
+    assert client.committed == [b"2", b"3"]
+
+
 def test_a_note_that_the_broker_rejects_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, client = aborting(monkeypatch)
     told: list[str | None] = []

@@ -15,6 +15,7 @@ from keylane.lanes.lane_record import LaneStatus
 from keylane.state import admin as admin_module
 from keylane.state import commands as commands_module
 from keylane.state.admin import (
+    AUDIT_KEY_BYTES,
     AdminClient,
     CommandResults,
     NeverRanError,
@@ -307,6 +308,18 @@ def test_the_record_of_an_order_names_no_letters_in_the_audit(log: StateLog) -> 
     audited = next(r for r in log.records if r.name == audit_name(given.id))
     assert json.loads(audited.content or b"")["letters"] == 10_000
     assert len(audited.content or b"") < 300
+
+
+def test_audit_has_the_beginning_of_a_long_key(log: StateLog) -> None:
+    """The record would be twice as large as the message, more than the topic takes."""
+    key = b"k" * 700_000
+    with AdminClient(SETTINGS, "chat") as operator:
+        given = operator.command("release", partition=0, key=key, offset=7)
+        assert operator.open_commands() == [given]
+        (entry,) = operator.audit()
+    assert entry.key == key[:AUDIT_KEY_BYTES]
+    audited = next(r for r in log.records if r.name == audit_name(given.id))
+    assert len(audited.content or b"") < 40_000
 
 
 # -- old audit entries ---------------------------------------------------------------------------------------------

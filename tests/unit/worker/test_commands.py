@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,21 @@ def test_an_answer_removes_no_newer_command_of_its_lane() -> None:
     assert output.commands() == {newer.name}
 
 
-def parked(offset: int, event_id: bytes) -> DeadLetter:
-    """Behind the one that failed; its place among the letters is its message's in the source."""
-    return letter(offset, offset, event_id)
+def parked(
+    offset: int, event_id: bytes, *, position: int | None = None, source: TopicIdentity = SOURCE
+) -> DeadLetter:
+    """Behind the one that failed; its place among the letters is its message's in the source, if not given."""
+    return letter(offset if position is None else position, offset, event_id, source=source)
 
 
 def letter(
-    offset: int, source_offset: int, event_id: bytes, *, kind: str = "parked", redrives: int = 0
+    offset: int,
+    source_offset: int,
+    event_id: bytes,
+    *,
+    kind: str = "parked",
+    redrives: int = 0,
+    source: TopicIdentity = SOURCE,
 ) -> DeadLetter:
     return DeadLetter(
         partition=0,
@@ -98,9 +107,9 @@ def letter(
         value=b"%d" % source_offset,
         headers=(("event-id", event_id),),
         headers_unreadable=None,
-        topic=SOURCE.topic,
-        topic_id=SOURCE.id,
-        cluster=SOURCE.cluster,
+        topic=source.topic,
+        topic_id=source.id,
+        cluster=source.cluster,
         source_partition=0,
         source_offset=source_offset,
         timestamp=None,
@@ -119,32 +128,29 @@ def letter(
     )
 
 
-def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
+PARKED = LaneRecord(
+    stop=LaneStatus.PARKED,
+    key=b"k",
+    partition=0,
+    offset=0,
+    since=0.0,
+    letter=FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0),
+)
+
+
+def redrive(
+    monkeypatch: pytest.MonkeyPatch,
+    letters: list[DeadLetter],
+    *,
+    before: OffsetRuns | None = None,
+    lanes: tuple[LaneRecord, ...] = (PARKED,),
+    named: list[int] | None = None,
+) -> list[bytes]:
+    """Redrive lane k of an app that parks, which is parked; the values of what ran, in their order."""
+    at = {letter.offset: letter for letter in letters}
     monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
-    before = OffsetRuns()
-    before.add(0)
-    why = FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0)
-    record = LaneRecord(stop=LaneStatus.PARKED, key=b"k", partition=0, offset=0, since=0.0, letter=why)
-    assert redrive(before, [record]) == [b"2"]
-
-
-@pytest.mark.parametrize("at_once", [1, 1000])
-def test_a_letter_with_a_newer_one_does_not_run(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """A task ended between writing the newer one and recording that the older one was redriven."""
-    letters = [
-        letter(0, 5, b"1", kind="dead"),
-        letter(1, 7, b"2", kind="dead"),
-        letter(2, 5, b"1", kind="dead", redrives=1),
-        letter(3, 5, b"1", kind="dead", redrives=2),
-    ]
-    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
-    monkeypatch.setattr(commands, "_AT_ONCE", at_once)
-    assert sorted(redrive(OffsetRuns())) == [b"5", b"7"]
-
-
-def redrive(before: OffsetRuns, lanes: list[LaneRecord] | None = None) -> list[bytes]:
-    """Redrive lane k of an app that parks; the values of what ran."""
+    monkeypatch.setattr(commands, "read_dead_letters_at", lambda *given: [at[each] for each in given[-1]])
+    command = new_command("redrive", partition=0, key=b"k", letters=named)
     app = App("app", source="in", sink="out", on_failure="park")
     ran: list[bytes] = []
 
@@ -162,9 +168,9 @@ def redrive(before: OffsetRuns, lanes: list[LaneRecord] | None = None) -> list[b
 
         async with open_pipeline(app.spec) as steps:
             engine = real.Engine(app.spec, steps, sink, on_done=on_done)
-            made = executor(sink, engine, {0: before})
-            engine.restore({}, lanes or [])
-            made.take([new_command("redrive", partition=0, key=b"k")])
+            made = executor(sink, engine, {0: before or OffsetRuns()})
+            engine.restore({}, lanes)
+            made.take([command])
             job = asyncio.create_task(made.run())
             while not made.idle:  # noqa: ASYNC110 - as a task that drains waits for it
                 await asyncio.sleep(0.01)
@@ -173,3 +179,43 @@ def redrive(before: OffsetRuns, lanes: list[LaneRecord] | None = None) -> list[b
 
     run_virtual(main(), start=0.0, limit=100.0)
     return ran
+
+
+def test_a_resumed_redrive_runs_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [parked(0, b"1"), parked(1, b"1"), parked(2, b"2")]
+    before = OffsetRuns()
+    before.add(0)
+    assert redrive(monkeypatch, letters, before=before) == [b"2"]
+
+
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_a_letter_with_a_newer_one_does_not_run(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """A task ended between writing the newer one and recording that the older one was redriven."""
+    letters = [
+        letter(0, 5, b"1", kind="dead"),
+        letter(1, 7, b"2", kind="dead"),
+        letter(2, 5, b"1", kind="dead", redrives=1),
+        letter(3, 5, b"1", kind="dead", redrives=2),
+    ]
+    monkeypatch.setattr(commands, "_REDRIVEN_AT_ONCE_MESSAGES", at_once)
+    assert redrive(monkeypatch, letters, lanes=()) == [b"5", b"7"]
+
+
+def test_a_late_letter_runs_before_newer_ones_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message's letter came from the spool, behind more letters than a redrive has in memory."""
+    count = commands._REDRIVEN_AT_ONCE_MESSAGES + 500
+    order = [*range(1, count), 0]
+    letters = [parked(each, b"%d" % each, position=position) for position, each in enumerate(order)]
+    assert redrive(monkeypatch, letters) == [b"%d" % each for each in range(count)]
+
+
+def test_letters_of_a_former_source_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those at the offset of a letter of the source as it is now: they are not copies of it."""
+    former = TopicIdentity(cluster="c", topic="in", id="0")
+    letters = [
+        parked(1, b"new 1", position=0),
+        parked(7, b"old 7", position=1, source=former),
+        parked(7, b"new 7", position=2),
+    ]
+    letters = [replace(letter, value=letter.headers[0][1]) for letter in letters]
+    assert redrive(monkeypatch, letters, named=[0, 1, 2]) == [b"old 7", b"new 1", b"new 7"]

@@ -48,6 +48,7 @@ class _Done(Message):
 
     outcome: Outcome
     redriven = False
+    source_id = "id-1"
 
 
 def writer(rule: Ledger, **more: Any) -> tuple[LedgerWriter, Sink]:
@@ -66,7 +67,7 @@ def test_an_attempt_is_a_record_with_its_times_and_its_end() -> None:
     (topic, first, key), (_, second, _) = sink.records
     assert (topic, key) == ("shop.ledger", b"k")
     assert {**first, "s": 0, "e": 0, "l": ""} == {
-        "t": "in", "p": 2, "o": 7, "a": 1, "w": "host:1/0", "l": "", "s": 0, "e": 0, "r": "retry",
+        "t": "in", "i": "id-1", "p": 2, "o": 7, "a": 1, "w": "host:1/0", "l": "", "s": 0, "e": 0, "r": "retry",
     }  # fmt: skip
     assert first["s"] <= first["e"] <= second["s"] <= second["e"]
     assert (second["a"], second["r"], second["l"]) == (2, "ok", first["l"])

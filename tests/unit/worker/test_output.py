@@ -61,6 +61,7 @@ class Bench:
             SimpleNamespace(
                 failure=self.failed,
                 fail=self._fail,
+                source_id="",
                 held=held,
                 behind=bool(held),
                 table=SimpleNamespace(ready=range(waiting)),
