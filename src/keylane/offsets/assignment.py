@@ -10,6 +10,7 @@ The time is nearly linear in the number of ranges, so that large apps are planne
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -219,12 +220,13 @@ class _Planner:
         self._cutter = Cutter(loads, known)
         self._before = () if before is None else before.tasks
         self._new = [p for p in loads if p not in known]
-        self._adjustable = before is not None and all(map(is_whole_ring, known.values()))
-        self._homes = {
-            (one.partition, one.slots.first, one.slots.last): number
-            for number, task in enumerate(self._before[:tasks])
-            for one in task
-        }
+        self._adjustable = all(map(is_whole_ring, known.values()))
+        self._owners: dict[int, list[tuple[Slots, int]]] = defaultdict(list)
+        for number, task in enumerate(self._before[:tasks]):
+            for one in task:
+                self._owners[one.partition].append((one.slots, number))
+        for owners in self._owners.values():
+            owners.sort(key=lambda owner: owner[0].first)
 
     def plan(self, counts: PieceCounts) -> _Plan:
         """The plan with the fewest pieces, if that is balanced; else the previous one, adjusted; else one with more.
@@ -234,11 +236,15 @@ class _Planner:
         counts.
         """
         fewest = counts.counts()
+        if self._before:
+            nearby = self._share_out(fewest, nearby=True)
+            if nearby.heaviest <= self._limit:
+                return nearby
+            if counts.heaviest > 0 and self._adjustable:
+                adjusted = self._adjust(fewest)
+                if adjusted is not None and adjusted.ranges <= _RANGES_MAX * nearby.ranges:
+                    return adjusted
         best = last = self._share_out(fewest)
-        if last.heaviest > self._limit and counts.heaviest > 0 and self._adjustable:
-            adjusted = self._adjust(fewest)
-            if adjusted is not None and adjusted.ranges <= _RANGES_MAX * last.ranges:
-                return adjusted
         extra, tried = 1, last.ranges
         while last.heaviest > self._limit and counts.extend(extra) == extra:
             if tried > _STEPWISE_RANGES:
@@ -250,9 +256,12 @@ class _Planner:
                 best = last
         return best
 
-    def _share_out(self, counts: Mapping[int, int]) -> _Plan:
-        """Give each piece to its previous task if that has room, then the heaviest pieces to the least loaded tasks."""
-        shares, left = self._at_home(counts)
+    def _share_out(self, counts: Mapping[int, int], *, nearby: bool = False) -> _Plan:
+        """Give each piece to its previous task if that has room, then the heaviest pieces to the least loaded tasks.
+
+        ``nearby``: a piece that was cut otherwise before is given to the task that had most of its slots.
+        """
+        shares, left = self._at_home(counts, nearby=nearby)
         for piece in left:
             shares.least(piece.partition)
             shares.give(piece)
@@ -262,19 +271,46 @@ class _Planner:
         """The same, but pieces of partitions that are split anyway are cut where they are too heavy for a task."""
         pieces.extend(extra)
         counts = pieces.counts(extra)
-        shares, left = self._at_home(counts)
+        shares, left = self._at_home(counts, nearby=True)
         return self._fit(left, shares, counts)
 
-    def _at_home(self, counts: Mapping[int, int]) -> tuple[_Shares, list[Piece]]:
+    def _at_home(self, counts: Mapping[int, int], *, nearby: bool) -> tuple[_Shares, list[Piece]]:
         """The pieces that stay with their previous tasks, and the others, the heaviest first."""
-        shares, left = _Shares(self._tasks), list[Piece]()
-        for piece in sorted(self._cutter.pieces(counts)):
-            home = self._homes.get((piece.partition, piece.first, piece.slots.last))
-            if home is not None and shares.has_room(home, piece.weight, self._limit):
+        shares = _Shares(self._tasks)
+        left: list[Piece] = []
+        had_most: list[tuple[int, Piece, int]] = []
+        taken: set[tuple[int, int]] = set()
+
+        def settle(piece: Piece, home: int) -> None:
+            if (piece.partition, home) in taken or not shares.has_room(home, piece.weight, self._limit):
+                left.append(piece)
+            else:
                 shares.keep(home, piece)
+                taken.add((piece.partition, home))
+
+        for piece in sorted(self._cutter.pieces(counts)):
+            slots, number = self._previous_owner(piece)
+            if slots == piece.slots:
+                settle(piece, number)
+            elif slots is not None and nearby:
+                had_most.append((-len(slots.common(piece.slots) or ()), piece, number))
             else:
                 left.append(piece)
-        return shares, left
+        for _, piece, number in sorted(had_most):
+            settle(piece, number)
+        return shares, sorted(left)
+
+    def _previous_owner(self, piece: Piece) -> tuple[Slots | None, int]:
+        """The range that had the most of this piece, and its task; None if nobody had anything of it."""
+        owners = self._owners.get(piece.partition, [])
+        at = bisect_left(owners, piece.first, key=lambda owner: owner[0].last)
+        found: tuple[Slots | None, int] = (None, -1)
+        most = 0
+        while at < len(owners) and (common := owners[at][0].common(piece.slots)) is not None:
+            if len(common) > most:
+                found, most = owners[at], len(common)
+            at += 1
+        return found
 
     def _adjust(self, counts: Mapping[int, int]) -> _Plan | None:
         """The previous plan, of which only that moves which has no task, or is too much for its task."""
@@ -299,12 +335,13 @@ class _Planner:
         kept, excess = [], []
         for piece in pieces:
             parts = None
-            if piece.weight <= filled - self._fair:
-                excess.append(piece)
-                filled -= piece.weight
-                continue
-            if filled > self._limit and counts[piece.partition] > 1:
-                parts = self._cutter.divide(piece, piece.weight - (filled - self._fair))
+            if filled > _FILL_MAX * self._fair:
+                if piece.weight <= filled - self._fair:
+                    excess.append(piece)
+                    filled -= piece.weight
+                    continue
+                if counts[piece.partition] > 1:
+                    parts = self._cutter.divide(piece, piece.weight - (filled - self._fair))
             if parts is not None:
                 kept.append(parts[0])
                 excess.append(parts[1])
