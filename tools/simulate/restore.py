@@ -10,6 +10,7 @@ from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.offsets.identity import AppIdentity, TopicIdentity
 from keylane.policies.failure_info import FailureInfo
 from keylane.state.labels import Labels
+from keylane.state.ownership import take_over
 from keylane.state.topic import StateTopic
 from simulate.cluster import broker
 
@@ -29,7 +30,7 @@ _FAILURE = FailureInfo(
 
 
 def measure(counts: Sequence[int], partitions: Sequence[int]) -> list[Row]:
-    """The time to read so many records, and to read empty topics with so many partitions."""
+    """The time to read so many records, and to take over and read an empty topic with so many partitions."""
     rows: list[Row] = []
     with broker() as (_, settings):
         cluster = Cluster(settings)
@@ -37,11 +38,19 @@ def measure(counts: Sequence[int], partitions: Sequence[int]) -> list[Row]:
             app = f"shop{count}"
             cluster.ensure(f"{app}.state", 1, {"cleanup.policy": "compact"})
             _fill(settings, app, count)
-            rows.append({"partitions": 1, "records": count, **_restore(settings, app, 1, count)})
+            rows.append(
+                {"partitions": 1, "records": count, **_restore(settings, app, 1, count), "take over s": ""}
+            )
         for number in partitions:
             app = f"wide{number}"
             cluster.ensure(f"{app}.state", number, {"cleanup.policy": "compact"})
-            rows.append({"partitions": number, "records": 0, **_restore(settings, app, number, 0)})
+            found = []
+            for run in ("first", "second"):
+                begin = time.perf_counter()
+                take_over(settings, app, f"{app}.state", number, run)
+                found.append(time.perf_counter() - begin)
+            row = {"partitions": number, "records": 0, **_restore(settings, app, number, 0)}
+            rows.append(row | {"take over s": found[0], "again s": found[1]})
     return rows
 
 
