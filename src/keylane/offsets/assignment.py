@@ -3,31 +3,45 @@
 A partition stays whole where possible, because every task that owns a part of it reads all of it. It is split if there
 are more tasks than partitions, or if one partition is too busy for a single task.
 A new plan changes the previous one as little as possible: splits stay, and ranges stay with their tasks, as long as the
-load is balanced enough.
+load is balanced enough. If tasks have left, their ranges are divided among the others.
+
+The time is nearly linear in the number of ranges, so that large apps are planned within seconds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from keylane.offsets.slots import ALL, SLOTS, Slots
+from keylane.offsets.pieces import (
+    BUCKETS,
+    IMBALANCE_MAX,
+    Cutter,
+    Load,
+    Piece,
+    PieceCounts,
+    is_whole_ring,
+    weight_of,
+)
+from keylane.offsets.slots import ALL, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-BUCKETS = 64
-"""Equal parts of a partition's ring, whose load is counted separately."""
-BUCKET = SLOTS // BUCKETS
-"""Slots in each bucket."""
-_IMBALANCE_MAX = 1.25
-"""A task's load relative to its fair share, above which ranges are moved."""
+__all__ = ["BUCKETS", "AssignedRange", "Assignment", "Load", "make_plan"]
 
 _IMPROVEMENT_MIN = 1.1
 """The factor by which moving ranges must reduce the largest load."""
-
-Load = tuple[float, ...]
-"""The load of one partition, by bucket of its ring."""
+_FILL_MAX = 1.2
+"""A task's load relative to its fair share, up to which it takes ranges of others. Leaves room for changing loads."""
+_RANGES_MAX = 1.5
+"""How many times the ranges of a new plan a previous one may have; else it is not adjusted any more."""
+_STEPWISE_RANGES = 10_000
+"""Ranges distributed in all attempts, above which no more attempts with one more piece are made."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,7 +61,7 @@ class AssignedRange:
         return cls(int(partition), Slots.parse(slots) if slots else ALL)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """The ranges of each task, ascending. No task has two ranges of the same partition."""
 
@@ -63,13 +77,23 @@ class Assignment:
         return cls(tuple(tuple(sorted(AssignedRange.parse(text) for text in task)) for task in value))
 
     def covers(self, partitions: Sequence[int]) -> bool:
-        """Whether every slot of these partitions, and of no others, has an owner."""
-        named = {one.partition for task in self.tasks for one in task}
-        return named == set(partitions) and not any(ALL.without(self.cuts(p)) for p in partitions)
+        """Whether every slot of these partitions, and of no others, has one owner."""
+        return self._cuts.keys() == set(partitions) and all(map(is_whole_ring, self._cuts.values()))
 
     def cuts(self, partition: int) -> list[Slots]:
         """How this partition's ring is split."""
-        return sorted(one.slots for task in self.tasks for one in task if one.partition == partition)
+        return list(self._cuts.get(partition, ()))
+
+    @cached_property
+    def _cuts(self) -> dict[int, list[Slots]]:
+        """How the ring of each partition is split, ascending."""
+        found: dict[int, list[Slots]] = defaultdict(list)
+        for task in self.tasks:
+            for one in task:
+                found[one.partition].append(one.slots)
+        for cuts in found.values():
+            cuts.sort(key=lambda slots: (slots.first, slots.last))
+        return dict(found)
 
 
 def make_plan(
@@ -89,36 +113,15 @@ def make_plan(
     weights = {p: sum(load) for p, load in loads.items()}
     tasks = max(1, tasks if split else min(tasks, len(partitions)))
     fair = sum(weights.values()) / tasks
-    pieces = dict.fromkeys(partitions, 1)
-    if split:
-        for partition in partitions:  # as long as one piece of it is more than a task's fair share
-            while (
-                weights[partition] / pieces[partition] > _IMBALANCE_MAX * fair and pieces[partition] < tasks
-            ):
-                pieces[partition] += 1
-        while sum(pieces.values()) < tasks:
-            pieces[max(partitions, key=lambda p: (weights[p] / pieces[p], -p))] += 1
-    best: tuple[float, Assignment] | None = None
-    while True:
-        ranges: dict[AssignedRange, float] = {}
-        for partition in partitions:
-            known = before.cuts(partition) if before is not None else []
-            for slots in _cut(loads[partition], pieces[partition], known):
-                ranges[AssignedRange(partition, slots)] = _weight(loads[partition], slots)
-        plan = _share_out(ranges, tasks, fair, before)
-        heaviest = max(sum(ranges[one] for one in task) for task in plan.tasks)
-        if best is None or heaviest < best[0] * 0.99:
-            best = heaviest, plan
-        # Two partitions for three tasks: halves cannot be balanced, thirds can.
-        finer = [p for p in partitions if 1 < pieces[p] < tasks]
-        if heaviest <= _IMBALANCE_MAX * fair or not finer:
-            break
-        pieces[max(finer, key=lambda p: (weights[p] / pieces[p], -p))] += 1
-    if before is not None and len(before.tasks) == len(best[1].tasks) and before.covers(partitions):
-        heaviest = max(sum(_weight(loads[one.partition], one.slots) for one in task) for task in before.tasks)
-        if heaviest <= max(_IMBALANCE_MAX * fair, _IMPROVEMENT_MIN * best[0]):
+    planner = _Planner(loads, tasks, fair, before)
+    best = planner.plan(PieceCounts(weights, tasks, fair, split=split))
+    if before is not None and len(before.tasks) == best.busy and before.covers(partitions):
+        heaviest = max(
+            sum(weight_of(loads[one.partition], one.slots) for one in task) for task in before.tasks
+        )
+        if heaviest <= max(IMBALANCE_MAX * fair, _IMPROVEMENT_MIN * best.heaviest):
             return before
-    return best[1]
+    return best.assignment()
 
 
 def _whole(partitions: Sequence[int], loads: Mapping[int, Load]) -> dict[int, Load]:
@@ -127,60 +130,245 @@ def _whole(partitions: Sequence[int], loads: Mapping[int, Load]) -> dict[int, Lo
     average = sum(seen) / len(seen) if seen and sum(seen) > 0 else 1.0
     floor = average / 100 / BUCKETS
     usual = (average / BUCKETS,) * BUCKETS
-    return {p: tuple(max(part, floor) for part in loads.get(p, usual)) for p in partitions}
+    found: dict[int, Load] = {}
+    for p in partitions:
+        load = loads.get(p, usual)
+        found[p] = load if min(load) >= floor else tuple(max(part, floor) for part in load)
+    return found
 
 
-def _weight(load: Load, slots: Slots) -> float:
-    first, last = slots.first // BUCKET, slots.last // BUCKET
-    before, behind = slots.first - first * BUCKET, (last + 1) * BUCKET - 1 - slots.last
-    return sum(load[first : last + 1]) - (load[first] * before + load[last] * behind) / BUCKET
+class _Shares:
+    """The pieces of each task."""
+
+    def __init__(self, tasks: int) -> None:
+        self.pieces: list[list[Piece]] = [[] for _ in range(tasks)]
+        self._filled = [0.0] * tasks
+        # For finding the least loaded task; made when all previous owners have their pieces.
+        self._owned: set[tuple[int, int]] = set()
+        self._queue: list[tuple[float, int]] = []
+        self._aside: list[
+            tuple[float, int]
+        ] = []  # out of the queue: they have a piece of the current partition
+        self._partition: int | None = None
+
+    def has_room(self, task: int, weight: float, limit: float) -> bool:
+        """Whether the task stays within the limit with this weight too, or has nothing else."""
+        return not self.pieces[task] or self._filled[task] + weight <= limit
+
+    def keep(self, task: int, piece: Piece) -> None:
+        """The task owned this piece before, and still does. Only before the first :meth:`least`."""
+        self.pieces[task].append(piece)
+        self._filled[task] += piece.weight
+
+    def least(self, partition: int) -> tuple[float, int] | None:
+        """The load and number of the least loaded task without a piece of this partition; None if all have one."""
+        if self._partition is None:
+            self._owned = {(piece.partition, n) for n, share in enumerate(self.pieces) for piece in share}
+            self._queue = [(load, n) for n, load in enumerate(self._filled)]
+            heapify(self._queue)
+        if partition != self._partition:
+            for entry in self._aside:
+                heappush(self._queue, entry)
+            self._aside.clear()
+            self._partition = partition
+        while self._queue and (partition, self._queue[0][1]) in self._owned:
+            self._aside.append(heappop(self._queue))
+        return self._queue[0] if self._queue else None
+
+    def give(self, piece: Piece) -> None:
+        """The task that :meth:`least` has just found takes this piece."""
+        load, task = heappop(self._queue)
+        self.pieces[task].append(piece)
+        self._owned.add((piece.partition, task))
+        self._aside.append((load + piece.weight, task))
+
+    def heaviest(self) -> float:
+        """The load of the busiest task."""
+        for share in self.pieces:
+            share.sort(key=lambda piece: piece.partition)
+        return max(sum([piece.weight for piece in share]) for share in self.pieces)
 
 
-def _cut(load: Load, pieces: int, known: Sequence[Slots]) -> Sequence[Slots]:
-    """Split into ``pieces`` of the same weight; the known split is kept if it is balanced enough."""
-    if len(known) == pieces and not Slots(0, SLOTS - 1).without(known):
-        weights = [_weight(load, slots) for slots in known]
-        if max(weights) <= _IMBALANCE_MAX * sum(weights) / pieces:
-            return known
-    share = sum(load) / pieces
-    found: list[Slots] = []
-    begin, filled = 0, 0.0
-    for bucket, part in enumerate(load):
-        used = 0.0
-        while len(found) < pieces - 1 and filled + (part - used) >= share:
-            used += share - filled
-            end = min(bucket * BUCKET + round(used / part * BUCKET), (bucket + 1) * BUCKET)
-            end = max(begin + 1, min(end, SLOTS - (pieces - len(found) - 1)))
-            found.append(Slots(begin, end - 1))
-            begin, filled = end, 0.0
-        filled += part - used
-    while len(found) < pieces - 1:  # pieces lost to rounding
-        found.append(Slots(begin, begin))
-        begin += 1
-    return [*found, Slots(begin, SLOTS - 1)]
+class _Plan:
+    """A plan that the planner compares with others."""
+
+    def __init__(self, shares: _Shares) -> None:
+        self.heaviest = shares.heaviest()
+        self.ranges = sum(map(len, shares.pieces))
+        self._shares = [share for share in shares.pieces if share]
+
+    @property
+    def busy(self) -> int:
+        """How many tasks have something to do."""
+        return len(self._shares)
+
+    def assignment(self) -> Assignment:
+        """The ranges of the tasks that have any."""
+        return Assignment(
+            tuple(tuple([AssignedRange(one.partition, one.slots) for one in share]) for share in self._shares)
+        )
 
 
-def _share_out(
-    ranges: Mapping[AssignedRange, float], tasks: int, fair: float, before: Assignment | None
-) -> Assignment:
-    """Assign each range to its previous task if that has room, then the heaviest ranges to the least loaded tasks."""
-    shares: list[list[AssignedRange]] = [[] for _ in range(tasks)]
-    filled = [0.0] * tasks
-    homes: dict[AssignedRange, int] = {}
-    for number, task in enumerate(before.tasks if before is not None else ()):
-        if number < tasks:
-            homes |= dict.fromkeys(task, number)
-    for at_home in (True, False):
-        for one in sorted(ranges, key=lambda one: (-ranges[one], one)):
-            if at_home:
-                home = homes.pop(one, None)
-                if home is None or (shares[home] and filled[home] + ranges[one] > _IMBALANCE_MAX * fair):
-                    continue
-            elif any(one in share for share in shares):
-                continue
+class _Planner:
+    """Finds a plan that is balanced enough, close to the previous one."""
+
+    def __init__(self, loads: Mapping[int, Load], tasks: int, fair: float, before: Assignment | None) -> None:
+        self._tasks = tasks
+        self._fair = fair
+        self._limit = IMBALANCE_MAX * fair
+        known = {} if before is None else {p: cuts for p in loads if (cuts := before.cuts(p))}
+        self._cutter = Cutter(loads, known)
+        self._before = () if before is None else before.tasks
+        self._new = [p for p in loads if p not in known]
+        self._adjustable = all(map(is_whole_ring, known.values()))
+        self._owners: dict[int, list[tuple[Slots, int]]] = defaultdict(list)
+        for number, task in enumerate(self._before[:tasks]):
+            for one in task:
+                self._owners[one.partition].append((one.slots, number))
+        for owners in self._owners.values():
+            owners.sort(key=lambda owner: owner[0].first)
+
+    def plan(self, counts: PieceCounts) -> _Plan:
+        """The plan with the fewest pieces, if that is balanced; else the previous one, adjusted; else one with more.
+
+        Two partitions for three tasks: halves cannot be balanced, thirds can. One extra piece is tried at a time, as
+        long as that takes little time; then pieces are cut where they do not fit. If no plan is balanced, the best one
+        counts.
+        """
+        fewest = counts.counts()
+        if self._before:
+            nearby = self._share_out(fewest, nearby=True)
+            if nearby.heaviest <= self._limit:
+                return nearby
+            if counts.heaviest > 0 and self._adjustable:
+                adjusted = self._adjust(fewest)
+                if adjusted is not None and adjusted.ranges <= _RANGES_MAX * nearby.ranges:
+                    return adjusted
+        best = last = self._share_out(fewest)
+        extra, tried = 1, last.ranges
+        while last.heaviest > self._limit and counts.extend(extra) == extra:
+            if tried > _STEPWISE_RANGES:
+                fitting = (self._cut_to_fit(counts, best.ranges * more // 16) for more in (0, 1, 2, 4, 8, 16))
+                return next(filter(None, fitting), best)
+            last = self._share_out(counts.counts(extra))
+            extra, tried = extra + 1, tried + last.ranges
+            if last.heaviest < best.heaviest * 0.99:
+                best = last
+        return best
+
+    def _share_out(self, counts: Mapping[int, int], *, nearby: bool = False) -> _Plan:
+        """Give each piece to its previous task if that has room, then the heaviest pieces to the least loaded tasks.
+
+        ``nearby``: a piece that was cut otherwise before is given to the task that had most of its slots.
+        """
+        shares, left = self._at_home(counts, nearby=nearby)
+        for piece in left:
+            shares.least(piece.partition)
+            shares.give(piece)
+        return _Plan(shares)
+
+    def _cut_to_fit(self, pieces: PieceCounts, extra: int) -> _Plan | None:
+        """The same, but pieces of partitions that are split anyway are cut where they are too heavy for a task."""
+        pieces.extend(extra)
+        counts = pieces.counts(extra)
+        shares, left = self._at_home(counts, nearby=True)
+        return self._fit(left, shares, counts)
+
+    def _at_home(self, counts: Mapping[int, int], *, nearby: bool) -> tuple[_Shares, list[Piece]]:
+        """The pieces that stay with their previous tasks, and the others, the heaviest first."""
+        shares = _Shares(self._tasks)
+        left: list[Piece] = []
+        had_most: list[tuple[int, Piece, int]] = []
+        taken: set[tuple[int, int]] = set()
+
+        def settle(piece: Piece, home: int) -> None:
+            if (piece.partition, home) in taken or not shares.has_room(home, piece.weight, self._limit):
+                left.append(piece)
             else:
-                free = [n for n in range(tasks) if all(own.partition != one.partition for own in shares[n])]
-                home = min(free, key=lambda number: (filled[number], number))
-            shares[home].append(one)
-            filled[home] += ranges[one]
-    return Assignment(tuple(tuple(sorted(share)) for share in shares if share))
+                shares.keep(home, piece)
+                taken.add((piece.partition, home))
+
+        for piece in sorted(self._cutter.pieces(counts)):
+            slots, number = self._previous_owner(piece)
+            if slots == piece.slots:
+                settle(piece, number)
+            elif slots is not None and nearby:
+                had_most.append((-len(slots.common(piece.slots) or ()), piece, number))
+            else:
+                left.append(piece)
+        for _, piece, number in sorted(had_most):
+            settle(piece, number)
+        return shares, sorted(left)
+
+    def _previous_owner(self, piece: Piece) -> tuple[Slots | None, int]:
+        """The range that had the most of this piece, and its task; None if nobody had anything of it."""
+        owners = self._owners.get(piece.partition, [])
+        at = bisect_left(owners, piece.first, key=lambda owner: owner[0].last)
+        found: tuple[Slots | None, int] = (None, -1)
+        most = 0
+        while at < len(owners) and (common := owners[at][0].common(piece.slots)) is not None:
+            if len(common) > most:
+                found, most = owners[at], len(common)
+            at += 1
+        return found
+
+    def _adjust(self, counts: Mapping[int, int]) -> _Plan | None:
+        """The previous plan, of which only that moves which has no task, or is too much for its task."""
+        shares, left = _Shares(self._tasks), [self._cutter.piece(p, ALL) for p in self._new]
+        for number, task in enumerate(self._before):
+            pieces = [self._cutter.piece(one.partition, one.slots) for one in task if one.partition in counts]
+            if number < self._tasks:
+                kept, excess = self._relieve(pieces, counts)
+                left += excess
+                for piece in kept:
+                    shares.keep(number, piece)
+            else:
+                left += pieces
+        return self._fit(left, shares, counts)
+
+    def _relieve(self, pieces: Iterable[Piece], counts: Mapping[int, int]) -> tuple[list[Piece], list[Piece]]:
+        """What a task keeps of its pieces, and what it gives away to have its fair share if it has too much."""
+        pieces = sorted(pieces)
+        filled = sum(piece.weight for piece in pieces)
+        if filled <= self._limit:
+            return pieces, []
+        kept, excess = [], []
+        for piece in pieces:
+            parts = None
+            if filled > _FILL_MAX * self._fair:
+                if piece.weight <= filled - self._fair:
+                    excess.append(piece)
+                    filled -= piece.weight
+                    continue
+                if counts[piece.partition] > 1:
+                    parts = self._cutter.divide(piece, piece.weight - (filled - self._fair))
+            if parts is not None:
+                kept.append(parts[0])
+                excess.append(parts[1])
+                filled -= parts[1].weight
+            else:
+                kept.append(piece)
+        return kept, excess
+
+    def _fit(self, left: Iterable[Piece], shares: _Shares, counts: Mapping[int, int]) -> _Plan | None:
+        """Cut these pieces to fit into the room of the least loaded tasks. None if the plan is not balanced then.
+
+        Partitions that need no split are not cut.
+        """
+        waiting = [(counts[piece.partition] > 1, piece) for piece in left]  # first those that are not cut
+        heapify(waiting)
+        while waiting:
+            may_cut, piece = heappop(waiting)
+            found = shares.least(piece.partition)
+            if found is None:
+                return None
+            room = _FILL_MAX * self._fair - found[0]
+            if piece.weight > room and (found[0] > 0 or piece.weight > self._limit):
+                parts = self._cutter.divide(piece, room) if may_cut and room > 0 else None
+                if parts is None:
+                    return None
+                piece, rest = parts
+                heappush(waiting, (may_cut, rest))
+            shares.give(piece)
+        plan = _Plan(shares)
+        return plan if plan.busy == self._tasks and plan.heaviest <= self._limit else None

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from keylane.telemetry.snapshot import Snapshot
 
 _TASK_EPOCHS_REMEMBERED = 1024
-"""Task epochs that are remembered; a record of a forgotten one would count twice."""
+"""Task epochs that are remembered, besides those that may still run; a record of a forgotten one would count twice."""
+_TASK_EPOCHS_REMEMBERED_MAX = 100_000
+"""Task epochs that are remembered at most."""
 QUIET_AFTER_SECONDS = 10.0
 """Seconds without a record, or five intervals if that is longer, after which a task does not run any more."""
 
@@ -55,15 +57,16 @@ class Totals:
                 snapshot.processing.minus(before.processing if before else empty)
             )
         while len(self._lives) > _TASK_EPOCHS_REMEMBERED:
+            oldest = next(iter(self._lives.values()))
+            if len(self._lives) <= _TASK_EPOCHS_REMEMBERED_MAX and self.last_at - oldest.at < _quiet_seconds(
+                oldest
+            ):
+                break
             self._lives.popitem(last=False)
 
     def running(self, now: float) -> list[Snapshot]:
         """The latest snapshot of every running task, by task number."""
-        found = [
-            one
-            for one in self._lives.values()
-            if not one.final and now - one.at < max(QUIET_AFTER_SECONDS, 5 * one.interval)
-        ]
+        found = [one for one in self._lives.values() if not one.final and now - one.at < _quiet_seconds(one)]
         if not found:
             return []
         # A killed task has left no final record, so only the newest run and its epoch count.
@@ -82,3 +85,8 @@ class Totals:
     def of_epoch(self, epoch: int) -> list[Snapshot]:
         """The last snapshot of every task of an epoch, of every run with an epoch of this number."""
         return [one for one in self._lives.values() if one.epoch == epoch]
+
+
+def _quiet_seconds(snapshot: Snapshot) -> float:
+    """Seconds without a record after which the task does not run any more."""
+    return max(QUIET_AFTER_SECONDS, 5 * snapshot.interval)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from keylane.offsets.assignment import BUCKET, BUCKETS
+from keylane.offsets.pieces import BUCKET, BUCKETS
 from keylane.offsets.range_progress import RangeWatermark
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Measures what limits a large app, on one machine."""
