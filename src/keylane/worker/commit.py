@@ -26,7 +26,9 @@ class CommitBatch:
     """What one transaction contains besides the records that were put into it before. Contributors add to it."""
 
     last: bool = False
-    """Whether this is the task's last commit."""
+    """Whether this is the worker's last commit."""
+    tidy: bool = False
+    """Whether to delete records that are superseded: at the end of an epoch, and in the last commit."""
     room: int
     """Characters that a large record of the state topic may have."""
     offsets: list[TopicPartition] = field(default_factory=list)
@@ -77,14 +79,16 @@ class BatchWriter(Protocol):
         """Commit these and what was put before."""
 
 
-async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False) -> None:
+async def commit(
+    writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False, tidy: bool = False
+) -> None:
     """Collect from all contributors in their order, commit, and tell all of them in the same order.
 
     Nothing else runs on the loop between the first ``collect`` and the moment from which on records wait for the next
     transaction: what is done by then is in this one. Raises AbortedError, FencedError, and what a contributor raised.
     """
     async with writer.exclusive():
-        batch = CommitBatch(last=last, room=writer.room)
+        batch = CommitBatch(last=last, tidy=tidy or last, room=writer.room)
         asked: list[Contributor] = []
         try:
             for contributor in contributors:
