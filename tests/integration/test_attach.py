@@ -230,12 +230,13 @@ def test_lanes_without_a_task_are_released(
     assert epochs.workers() == []
 
 
+@pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
 def test_lanes_move_to_another_worker_with_the_task(
-    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], begun: list[Epochs]
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], begun: list[Epochs], delivery: str
 ) -> None:
     """The first worker's lanes are running: it finishes what has begun, and the second one waits for that."""
     log.create(f"{name}.in", f"{name}.out", partitions=2)
-    epochs = Epochs(log, slow_app(name, tmp_path))
+    epochs = Epochs(log, slow_app(name, tmp_path, delivery=delivery))
     begun.append(epochs)
     sent = log.send(f"{name}.in", [{"key": b"slow", "value": b"1"}, {"key": b"k", "value": b"1"}])
     epochs.run(seconds=1.0)

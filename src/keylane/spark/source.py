@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark import TaskContext
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.task")
 
 EARLIEST, LATEST = -2, -1
+_REUSES_WORKERS = "SPARK_REUSE_WORKER"
+"""What Spark sets in the environment of Python workers that run more than one task."""
 _ENOUGH = 1000
 """Fewest messages of an epoch for its load to count."""
 
@@ -460,7 +462,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise TypeError(f"expected a task's plan, got {partition!r}")
         logs.set_up(_level(), self._plan.log_format)
         app, plan = self._plan.package.open(), partition.plan
-        shared = None if partition.shared is None else EpochPlan.decode(partition.shared)
+        if not os.environ.get(_REUSES_WORKERS):  # the process ends with the task, and its lanes with it
+            plan = replace(plan, keep_alive=0.0)
+        shared = None
+        if partition.shared is not None and plan.keep_alive:
+            shared = EpochPlan.decode(partition.shared)
         context = TaskContext.get()
         attempt = 1 if context is None else context.attemptNumber() + 1
         task = Task(app, plan, attempt=attempt, shared=shared)
