@@ -54,6 +54,7 @@ class RunOptions(TypedDict, total=False):
     bootstrap: str
     starting_offsets: str
     epoch: float
+    keep_alive: float
     tasks: int | Literal["auto"] | None
     outcomes: Literal["all", "failed", "none"]
     checkpoint_location: str | Path
@@ -447,8 +448,9 @@ class App:
         ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest). ``available_now`` processes what is there now and
         ends.
 
-        ``epoch`` is the seconds until an epoch ends, drains and is planned again (300). ``tasks`` is how many tasks
-        there are at most; as many as Spark has slots if not given.
+        ``epoch`` is the seconds until the next epoch is planned (300); lanes keep running meanwhile. ``keep_alive`` is
+        for how many seconds they do so without a Spark task (10); then they drain and are released. With 0 every epoch
+        ends with a drain. ``tasks`` is how many tasks there are at most; as many as Spark has slots if not given.
 
         ``checkpoint_location`` is Spark's checkpoint, a temporary one if not given; ``query_name`` the query's name in
         Spark, the app's if not given. ``format`` and ``path`` are the query's sink for outcome rows, as of
@@ -481,6 +483,7 @@ _SPARK_NAMES = {
     "bootstrap": "bootstrap",
     "starting_offsets": "startingOffsets",
     "epoch": "epoch",
+    "keep_alive": "keepAlive",
     "tasks": "tasks",
     "outcomes": "outcomes",
     "checkpoint_location": "checkpointLocation",

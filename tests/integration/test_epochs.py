@@ -1,4 +1,4 @@
-"""Epochs: they end drained, and the next one continues exactly where the last one ended."""
+"""Epochs: lanes run on when one ends, and nothing is lost or runs twice."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import contextlib
 import os
 import threading
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 
 from keylane import App, Message, Transient
-from keylane.testing import HistoryWriter, Verdict, check_results
+from keylane.testing import EventKind, HistoryWriter, Verdict, check_results, read_history
 from support.topics import ids, wait_until
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
+    from keylane.spec import DeliveryMode
     from support.topics import Log
 
 
@@ -83,10 +85,55 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     verdict = judge(sent)
     assert verdict.repeats == 0
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
-    # Every task of every epoch opened the resource once and closed it once.
+    # Each worker opened the resource once and closed it once, also in the one or two epochs after the stop.
     opened, closed = (tmp_path / "opened").read_text(), (tmp_path / "closed").read_text()
     assert opened == closed
-    assert len(opened) >= 2 * (epochs - 1)
+    assert 2 <= len(opened) <= 6 < 2 * (epochs - 1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
+def test_the_end_of_an_epoch_pauses_no_key(
+    log: Log,
+    spark: SparkSession,
+    broker: Broker,
+    name: str,
+    tmp_path: Path,
+    judge: Callable[..., Verdict],
+    delivery: DeliveryMode,
+) -> None:
+    """While a key's handler is in the middle of a call of five seconds, at every end of an epoch of two."""
+    log.create(f"{name}.in", f"{name}.out", partitions=4)
+    app = App(
+        name,
+        source=f"{name}.in",
+        sink=f"{name}.out",
+        delivery=delivery,
+        observer=HistoryWriter(tmp_path / "history"),
+    )
+
+    @app.stage
+    async def call(msg: Message) -> bytes:
+        await asyncio.sleep(5.0 if msg.key == b"slow" else 0.01)
+        return bytes(msg.value)
+
+    slow = log.send(f"{name}.in", [{"key": b"slow", "value": b"%d" % n} for n in range(3)])
+    query = app.start(spark, bootstrap=broker.bootstrap, epoch=2.0)
+    sent = list(slow)
+    for number in range(160):
+        sent += log.send(f"{name}.in", [{"key": b"k%d" % key, "value": b"%d" % number} for key in range(20)])
+        time.sleep(0.1)
+    wait_until(lambda: not log.lag(name, f"{name}.in"), 60, "everything is done")
+    query.stop()
+    assert query.exception() is None
+    assert query.lastProgress["batchId"] >= 6  # type: ignore[index]
+    assert judge(sent).repeats == 0
+    check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+    quick = [e for e in read_history(tmp_path / "history").events if e.key != b"slow"]
+    starts = [e.at for e in quick if e.kind is EventKind.START]
+    first = starts[0] + 3  # from then on everything is warm
+    gap = max(later - earlier for earlier, later in pairwise(starts) if earlier > first)
+    assert gap < 1.0, "the call takes up to five seconds longer than an epoch"
 
 
 @pytest.mark.timeout(120)

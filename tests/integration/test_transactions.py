@@ -18,7 +18,7 @@ from keylane.kafka.transactional_client import TransactionalClient
 from keylane.spark.packaging import AppPackage
 from keylane.spark.source import LaneReader, RunPlan
 from keylane.testing import HistoryWriter, Verdict, check_results
-from keylane.worker.last_records import LastRecords
+from keylane.worker.epoch_records import LastRecords
 from keylane.worker.task import Task
 from support.tasks import Runner
 from support.topics import ids, wait_until

@@ -137,9 +137,9 @@ def _leader(scene: Scene, shot: Shot) -> None:
 
 def _stop(scene: Scene, line: TaskLine) -> Zombie:
     os.kill(line.pid, signal.SIGSTOP)
-    zombie = Zombie(pid=line.pid, owner=line.owner, stopped=time.monotonic_ns())
+    zombie = Zombie(pid=line.pid, owner=scene.lanes_of(line), stopped=time.monotonic_ns())
     scene.zombies.append(zombie)
-    scene.note(f"stopped worker {line.pid} ({line.owner})")
+    scene.note(f"stopped worker {line.pid} ({zombie.owner})")
     return zombie
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from campaign.handle import DriverError, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from campaign.handle import Driver
     from campaign.plan import Plan
@@ -101,13 +103,21 @@ class Scene:
         return sorted((line for line in alive if line.epoch == last), key=lambda line: line.task)
 
     def is_busy(self, line: TaskLine) -> bool:
-        """Whether it has written into its history just now."""
-        name = line.owner.partition("@")[0]
-        try:
-            written = (self.spec.history / f"{name}-{line.pid}-0.history").stat().st_mtime
-        except OSError:
-            return False
-        return time.time() - written < _JUST_NOW_SECONDS
+        """Whether its process has written into its history just now."""
+        found = self._newest_history(line.pid)
+        return found is not None and time.time() - found.stat().st_mtime < _JUST_NOW_SECONDS
+
+    def lanes_of(self, line: TaskLine) -> str:
+        """The owner, as the history names it, of the lanes in the task's process: they may be older than the task."""
+        found = self._newest_history(line.pid)
+        if found is None:
+            return line.owner
+        with found.open() as file:
+            return str(json.loads(file.readline())["owner"])
+
+    def _newest_history(self, pid: int) -> Path | None:
+        files = self.spec.history.glob(f"*-{pid}-*.history")
+        return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
     def await_task(self, after: int, seconds: float = 40.0, task: int | None = None) -> TaskLine:
         """The first task that began after this moment (of this number, if given). Raises TimeoutError without one."""

@@ -13,6 +13,7 @@ from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.identity import AppIdentity, TopicIdentity
 from keylane.offsets.slots import ALL
 from keylane.spark.source import TaskPartition
+from keylane.worker.epoch_plan import EpochPlan
 from keylane.worker.task_plan import TaskPlan
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def measure(partitions: int, tasks: int) -> list[Row]:
     add("all tasks' plans, pickled", lambda: _pickled(_partitions(plan, {})))
     since = dict.fromkeys(range(partitions), _OFFSET)
     add("  with `since` of all partitions in each", lambda: _pickled(_partitions(plan, since)))
-    if tasks <= 200:
-        add("  on local[N]: every plan in each", lambda: _pickled(_partitions(plan, {}, among=True)))
+    add("  with the whole plan in each", lambda: _pickled(_partitions(plan, {}, shared=True)))
     return rows
 
 
@@ -65,7 +65,7 @@ def _pickled(partitions: list[TaskPartition]) -> int:
     return sum(len(cloudpickle.dumps(one)) for one in partitions)
 
 
-def _partitions(plan: Assignment, since: dict[int, int], *, among: bool = False) -> list[TaskPartition]:
+def _partitions(plan: Assignment, since: dict[int, int], *, shared: bool = False) -> list[TaskPartition]:
     plans = [
         TaskPlan(
             run="0" * 32, epoch=1000, task=number, settings=KafkaSettings("broker:9092"), identity=_IDENTITY,
@@ -75,4 +75,6 @@ def _partitions(plan: Assignment, since: dict[int, int], *, among: bool = False)
         )
         for number, task in enumerate(plan.tasks)
     ]  # fmt: skip
-    return [TaskPartition(one, plans if among else ()) for one in plans]
+    starts = dict.fromkeys((one.partition for task in plan.tasks for one in task), _OFFSET)
+    whole = EpochPlan(assignment=plan, starts=starts).encode() if shared else None
+    return [TaskPartition(one, whole) for one in plans]

@@ -22,6 +22,7 @@ _KNOWN = (
     BOOTSTRAP,
     "startingOffsets",
     "epoch",
+    "keepAlive",
     "tasks",
     "outcomes",
     "checkpointLocation",
@@ -42,7 +43,9 @@ class Options:
                            ``KEYLANE_BOOTSTRAP``
     ``startingOffsets``    where to start when the group has no progress yet: ``"earliest"`` (default), ``"latest"``, or
                            JSON as for Spark's Kafka source: ``{"topic": {"0": 23, "1": -2}}`` (-2 earliest, -1 latest)
-    ``epoch``              seconds per epoch, which then drains and is replanned; 300
+    ``epoch``              seconds per epoch, after which the next one is planned; 300
+    ``keepAlive``          seconds that lanes keep running without a Spark task, between two epochs or after the driver
+                           died; then they drain and are released; 10. 0: every epoch ends with a drain
     ``tasks``              largest number of tasks; by default Spark's slots
     ``outcomes``           outcome rows: ``"all"``, ``"failed"`` (retried, or with a dead letter), ``"none"``;
                            all, but only failed ones for the sink ``noop``, where nothing reads them
@@ -58,6 +61,7 @@ class Options:
     settings: KafkaSettings
     starting: str | Mapping[int, int] = "earliest"
     epoch: float = 300.0
+    keep_alive: float = 10.0
     tasks: int | None = None
     outcomes: str = "all"
     checkpoint: str | None = None
@@ -84,6 +88,7 @@ class Options:
             settings=client_settings(bootstrap, extra),
             starting=_starting(given.get("startingOffsets", "earliest"), topic),
             epoch=_number("epoch", given.get("epoch", 300.0)),
+            keep_alive=_number("keepAlive", given.get("keepAlive", 10.0), zero=True),
             tasks=None
             if given.get("tasks") in (None, "auto")
             else int(_number("tasks", given["tasks"], whole=True)),
@@ -101,13 +106,14 @@ class Options:
         )
 
 
-def _number(name: str, value: Any, *, whole: bool = False) -> float:
+def _number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        number = 0.0
-    if isinstance(value, bool) or not 0 < number < inf or (whole and number % 1):
-        needed = "whole number of at least 1" if whole else "number above 0"
+        number = -1.0
+    fits = 0 < number < inf or (zero and number == 0)
+    if isinstance(value, bool) or not fits or (whole and number % 1):
+        needed = "whole number of at least 1" if whole else "number from 0 on" if zero else "number above 0"
         raise SettingsError(f"option {name} must be a {needed}, got {value!r}")
     return number
 

@@ -17,7 +17,7 @@ from keylane.spark.options import Options
 from keylane.spark.packaging import AppPackage, pack
 from keylane.spark.scaling_monitor import ScalingMonitor, tasks_for
 from keylane.spark.source import LaneSource, RunPlan
-from keylane.spark.spark_session import refuse_speculation, use_this_python, with_retries
+from keylane.spark.spark_session import refuse_speculation, use_this_python
 from keylane.state.ownership import take_over
 from keylane.state.topic import order_stop
 
@@ -149,7 +149,7 @@ def _plan(
         outcomes=options.outcomes,
         commit=app.commit,
         read_committed=options.settings.reads_committed(app.delivery),
-        local=with_retries(spark.sparkContext.master or "") is not None,
+        keep_alive=options.keep_alive if app.commit == "live" and not options.available_now else 0.0,
         log_format=options.log_format,
     )
     return options, plan

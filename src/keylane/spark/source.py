@@ -6,11 +6,10 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pyspark import SparkFiles, TaskContext
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
 
@@ -21,11 +20,10 @@ from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.slots import ALL
 from keylane.spark.outcomes import DDL, to_arrow
-from keylane.spark.sticky_assignment import choose
 from keylane.state.labels import Labels
 from keylane.state.topic import FORMER, PLAN, StateTopic
 from keylane.worker.epoch_commit import EpochCommitter
-from keylane.worker.session import partitions_of_last_epoch
+from keylane.worker.epoch_plan import EpochPlan, homes
 from keylane.worker.task import Task
 from keylane.worker.task_plan import TaskPlan
 
@@ -40,11 +38,12 @@ if TYPE_CHECKING:
     from keylane.offsets.assignment import Load
     from keylane.offsets.identity import AppIdentity, TopicIdentity
     from keylane.spark.packaging import AppPackage
-    from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.task")
 
 EARLIEST, LATEST = -2, -1
+_REUSES_WORKERS = "SPARK_REUSE_WORKER"
+"""What Spark sets in the environment of Python workers that run more than one task."""
 _ENOUGH = 1000
 """Fewest messages of an epoch for its load to count."""
 
@@ -79,21 +78,21 @@ class RunPlan:
     """Whether the app's lanes are keys."""
     read_committed: bool = True
     """Whether tasks see committed messages only: then a partition ends where its first open transaction begins."""
-    local: bool = False
-    """Whether all tasks are on one machine, and share Spark's folder there."""
+    keep_alive: float = 0.0
+    """Seconds that lanes keep running without a Spark task; 0: every epoch ends with a drain."""
     log_format: str = "text"
 
 
 class TaskPartition(InputPartition):
     """Spark's unit of work: one task's plan for one epoch.
 
-    ``among``: the plans of all tasks, when this one may change its own for another.
+    ``shared``: the encoded :class:`EpochPlan`, when the task may take another's plan.
     """
 
-    def __init__(self, plan: TaskPlan, among: Sequence[TaskPlan] = ()) -> None:
+    def __init__(self, plan: TaskPlan, shared: bytes | None = None) -> None:
         super().__init__(plan)
         self.plan = plan
-        self.among = among
+        self.shared = shared
 
 
 class LaneSource(DataSource):
@@ -322,10 +321,16 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 partitions=end["of"],
                 order=end["order"],
                 former=tuple(end.get("former", ())),
+                keep_alive=plan.keep_alive if until is None else 0.0,
+                spark_task=task,
             )
             for task, ranges in enumerate(shared.tasks)
         ]
-        return [TaskPartition(one, plans if plan.local and len(plans) > 1 else ()) for one in plans]
+        if until is not None or not plan.keep_alive or len(plans) == 1:
+            return [TaskPartition(one) for one in plans]
+        owners = {} if self._view is None else self._view.owners
+        whole = EpochPlan(assignment=shared, starts=starts, homes=homes(shared, owners, plan.run)).encode()
+        return [TaskPartition(one, whole) for one in plans]
 
     @wait_for_cluster
     def commit(self, end: dict[str, Any]) -> None:
@@ -456,24 +461,18 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(partition, TaskPartition):
             raise TypeError(f"expected a task's plan, got {partition!r}")
         logs.set_up(_level(), self._plan.log_format)
-        app = self._plan.package.open()
-        plan = _chosen(app, partition)
+        app, plan = self._plan.package.open(), partition.plan
+        if not os.environ.get(_REUSES_WORKERS):  # the process ends with the task, and its lanes with it
+            plan = replace(plan, keep_alive=0.0)
+        shared = None
+        if partition.shared is not None and plan.keep_alive:
+            shared = EpochPlan.decode(partition.shared)
         context = TaskContext.get()
-        task = Task(app, plan, attempt=1 if context is None else context.attemptNumber() + 1)
+        attempt = 1 if context is None else context.attemptNumber() + 1
+        task = Task(app, plan, attempt=attempt, shared=shared)
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
             yield to_arrow(deliveries, task.owner, plan.epoch, results=results, hot=task.hot)
-
-
-def _chosen(app: AppSpec, partition: TaskPartition) -> TaskPlan:
-    """The plan of this task: the one with the partitions that its worker knows, if it may choose."""
-    own, among = partition.plan, partition.among
-    if not among:
-        return own
-    known = partitions_of_last_epoch(own.settings, app, own.partitions, own.identity)
-    wanted = [plan.task for plan in among if sorted(plan.starts) == known]
-    folder = Path(SparkFiles.getRootDirectory())
-    return among[choose(folder, own.run, own.planned, own.task, len(among), wanted)]
 
 
 def _level() -> int:

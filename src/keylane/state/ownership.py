@@ -1,13 +1,14 @@
-"""Who owns what: a run owns the app, a task owns its partitions, or slots of them.
+"""Ownership: a run owns the app, and a worker owns partitions, or slots of them.
 
 Both are records of the state topic, and the later one counts. A run writes its name into every partition in one
-transaction. A task writes a claim into each of its partitions, under its transactional id, reads on until it sees it,
-and fences whoever claimed any of its slots before it and has not let go; only then does it read progress. A task that
-lets go takes its claim back in the transaction that holds its last progress. So at any time the broker takes progress
-of a slot from one task only, and that is the one whose claim is the last.
+transaction. A worker writes a claim into each of its partitions, under its transactional id, and reads on until it sees
+that claim. Every earlier owner of any of its slots must then release them or is fenced; only after that does the worker
+read progress. An owner releases its claim in the transaction that contains its last progress. So at any time the broker
+accepts progress of a slot from one worker only: the one whose claim is the last.
 
-A task of another run is given time to leave by itself: it finds the new run's name in the topic, says that it is
-leaving, finishes what it has begun and lets go. One that does not answer is dead or hangs, and is fenced.
+An owner that is alive is given time to leave. It finds the newer claim, or the name of the new run, says that it is
+leaving, finishes the messages that have started, and releases. An owner that does not answer is dead or hangs, and is
+fenced.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import logging
 import os
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keylane.errors import BrokerError, TakenOverError
+from keylane.errors import BrokerError, KeylaneError, TakenOverError
 from keylane.kafka.client import KafkaException
 from keylane.kafka.cluster import REQUEST_SECONDS
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
@@ -126,8 +128,33 @@ def _taken_over(app: str, found: dict[str, Any]) -> TakenOverError:
     )
 
 
+class ItemTakenError(KeylaneError):
+    """Another Spark task of this epoch claimed the same part of the plan first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """The Spark task that an owner serves, as its claims say. The defaults: an owner that ends with its task."""
+
+    epoch: int = -1
+    task: int = -1
+
+    @property
+    def outlives_task(self) -> bool:
+        """Whether the owner may be alive although its task has ended."""
+        return self.epoch >= 0
+
+    def succeeds(self, claim: Claim) -> bool:
+        """Whether the owner of this claim served an earlier attempt of the same task: Spark gave up on it."""
+        return self.outlives_task and (claim.epoch, claim.task) == (self.epoch, self.task)
+
+    def competes(self, claim: Claim) -> bool:
+        """Whether the owner of this claim serves another task of the same epoch."""
+        return self.outlives_task and claim.epoch == self.epoch and claim.task != self.task
+
+
 class Ownership:
-    """One task's. Blocks, but for :meth:`leaving` and :meth:`release`."""
+    """The claims of one worker. Blocks, except :meth:`leaving`, :meth:`attached` and :meth:`release`."""
 
     def __init__(
         self,
@@ -138,6 +165,7 @@ class Ownership:
         run: str,
         who: str,
         patience: float,
+        claimant: Claimant = Claimant(),  # noqa: B008 - a frozen value
     ) -> None:
         self._settings = settings
         self._app = app
@@ -146,6 +174,7 @@ class Ownership:
         self._run = run
         self._who = who
         self._patience = patience
+        self._claimant = claimant
         self._owned: dict[int, Slots] = {}
 
     @property
@@ -154,9 +183,10 @@ class Ownership:
         return self._owned.keys()
 
     def claim(self, owned: Mapping[int, Slots]) -> bool:
-        """Own these slots of these partitions; whether nobody had to be fenced.
+        """Own these slots of these partitions. Returns True if no earlier owner had to be fenced.
 
-        Raises TakenOverError when the app belongs to another run.
+        Raises TakenOverError when the app belongs to another run, and ItemTakenError when another task of this epoch
+        was first; then nothing is owned.
         """
         self._owned = dict(owned)
         self.check_run()
@@ -167,6 +197,10 @@ class Ownership:
             seen = self._state.read_through(self._writer.written, _LOOK)
             self.check_run()
             before = self._before()
+            if any(self._is_competitor(claim) for claim in before.values()):
+                self._writer.write_blocking(self.release())
+                self._owned = {}
+                raise ItemTakenError(f"{self._who}: another task of this epoch owns these partitions")
             if seen and not before:
                 return clean
             waited = time.monotonic() - began
@@ -174,7 +208,7 @@ class Ownership:
                 raise BrokerError(f"app {self._app!r}: the claim was written, but it cannot be read")
             dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
             for owner in dead:
-                log.warning("task %s is replaced: its transactional id is fenced", before[owner].who)
+                log.warning("fencing the earlier owner, which did not release: %s", before[owner].who)
                 transactional_producer(self._settings, owner)
             if dead:
                 clean = False
@@ -194,8 +228,22 @@ class Ownership:
             raise _taken_over(self._app, found)
 
     @property
+    def asked_to_leave(self) -> bool:
+        """Whether a later worker of this run claims some of the slots, and waits until they are released."""
+        if not self._claimant.outlives_task:
+            return False
+        rivals: list[Claim] = []
+        for partition in self._owned:
+            own = self._own(partition)
+            if own is None:  # it was fenced
+                return False
+            later = [claim for claim in self._rivals(partition).values() if claim.place > own.place]
+            rivals += [claim for claim in later if not claim.leaving]
+        return bool(rivals) and all(claim.run == self._run and claim.epoch >= 0 for claim in rivals)
+
+    @property
     def lost(self) -> bool:
-        """Whether another task has claimed one of the slots since."""
+        """Whether another worker has claimed some of the slots since."""
         for partition in self._owned:
             own = self._own(partition)
             if own is None:  # it was taken back: who did that has fenced this one
@@ -234,6 +282,12 @@ class Ownership:
         for partition, name, value in self._notes(leaving=True):
             self._writer.put_state(partition, name, value)
 
+    def attached(self, claimant: Claimant) -> None:
+        """Say which Spark task the owner serves from now on."""
+        self._claimant = claimant
+        for partition, name, value in self._notes():
+            self._writer.put_state(partition, name, value)
+
     def release(self) -> list[StateRecord]:
         """The records that release everything, when they are committed."""
         return [(partition, name, None) for partition, name, _ in self._notes()]
@@ -263,10 +317,21 @@ class Ownership:
             if owner != self._writer.id and claim.slots.overlaps(slots)
         }
 
+    def _is_competitor(self, claim: Claim) -> bool:
+        """Whether this earlier claim is of a live owner that serves another task of the same epoch."""
+        return (
+            claim.run == self._run
+            and not claim.leaving
+            and self._claimant.competes(claim)
+            and _may_be_alive(claim.who)
+        )
+
     def _is_over(self, claim: Claim, waited: float) -> bool:
         """Whether this owner has had its time."""
-        if claim.run == self._run:
-            return True  # Spark has given up on it
+        if claim.run == self._run and (
+            claim.epoch < 0 or self._claimant.succeeds(claim) or not _may_be_alive(claim.who)
+        ):
+            return True
         if claim.leaving:
             return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
         return waited > ANSWERS
@@ -276,9 +341,26 @@ class Ownership:
         notes: list[StateRecord] = []
         for partition, slots in self._owned.items():
             value: dict[str, Any] = {"run": self._run, "who": self._who}
+            if self._claimant.outlives_task:
+                value |= {"epoch": self._claimant.epoch, "task": self._claimant.task}
             if slots != ALL:
                 value["slots"] = str(slots)
             if leaving:
                 value["leaving"] = True
             notes.append((partition, name, json.dumps(value).encode()))
         return notes
+
+
+def _may_be_alive(who: str) -> bool:
+    """False if this owner was a process of this machine that does not exist any more."""
+    host, _, rest = who.rpartition(":")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdecimal():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

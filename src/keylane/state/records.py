@@ -6,7 +6,7 @@ Each function takes a record's value and returns its content, or raises Malforme
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keylane import strict_json as wire
 from keylane.offsets.assignment import BUCKETS, Assignment
@@ -34,17 +34,29 @@ def decode_run(value: bytes) -> dict[str, Any]:
     }
 
 
+class ClaimRecord(NamedTuple):
+    """What a claim says. ``epoch`` and ``task``: see :class:`keylane.state.ownership.Claimant`."""
+
+    run: str
+    who: str
+    slots: Slots
+    leaving: bool
+    epoch: int
+    task: int
+
+
 @wire.decoder
-def decode_claim(value: bytes) -> tuple[str, str, Slots, bool]:
-    """Run, owner, slots, and whether it is leaving."""
+def decode_claim(value: bytes) -> ClaimRecord:
+    """A claim of a worker."""
     found = wire.loads(value)
     run, who = wire.fields(found, "run", "who")
-    slots = Slots.parse(wire.text(found["slots"], 20)) if "slots" in found else ALL
-    return (
-        wire.text(run, _NAME_CHARACTERS_MAX),
-        wire.text(who, _NAME_CHARACTERS_MAX),
-        slots,
-        wire.boolean(found.get("leaving", False)),
+    return ClaimRecord(
+        run=wire.text(run, _NAME_CHARACTERS_MAX),
+        who=wire.text(who, _NAME_CHARACTERS_MAX),
+        slots=Slots.parse(wire.text(found["slots"], 20)) if "slots" in found else ALL,
+        leaving=wire.boolean(found.get("leaving", False)),
+        epoch=wire.integer(found["epoch"]) if "epoch" in found else -1,
+        task=wire.integer(found["task"]) if "task" in found else -1,
     )
 
 

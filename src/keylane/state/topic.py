@@ -215,9 +215,13 @@ class Claim:
     run: str
     who: str
     leaving: bool
-    """The task finishes the messages it has started, and then gives up its slots."""
+    """It finishes what it has begun, and then releases the slots."""
     heard: float
     """When this was read, by the monotonic clock."""
+    epoch: int = -1
+    """The last epoch in which a Spark task was attached; -1 if the owner ends with its task."""
+    task: int = -1
+    """The number of that Spark task."""
 
 
 def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
@@ -482,13 +486,15 @@ class StateTopic:
             place = ownership[owner].place
         heard = time.monotonic()
         try:
-            run, who, slots, leaving = records.decode_claim(value)
+            found = records.decode_claim(value)
         except MalformedRecordError:
             # Someone may own slots here. Put it before all others, so that the next task to claim fences this id, and
             # no task that has already claimed takes it for a successor.
             ownership.setdefault(owner, Claim(-1, ALL, "", "a malformed claim", leaving=False, heard=heard))
             raise
-        ownership[owner] = Claim(place, slots, run, who, leaving, heard)
+        ownership[owner] = Claim(
+            place, found.slots, found.run, found.who, found.leaving, heard, found.epoch, found.task
+        )
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
         if name.startswith(VERSION):

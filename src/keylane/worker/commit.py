@@ -26,7 +26,9 @@ class CommitBatch:
     """The content of one transaction, in addition to the records put into it before. Contributors add to it."""
 
     last: bool = False
-    """True for the task's last commit."""
+    """Whether this is the worker's last commit."""
+    tidy: bool = False
+    """Whether to delete records that are superseded: at the end of an epoch, and in the last commit."""
     room: int
     """Size limit for a large record of the state topic, in characters."""
     offsets: list[TopicPartition] = field(default_factory=list)
@@ -77,14 +79,16 @@ class BatchWriter(Protocol):
         """Commit these records with those that were put before."""
 
 
-async def commit(writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False) -> None:
+async def commit(
+    writer: BatchWriter, contributors: Sequence[Contributor], *, last: bool = False, tidy: bool = False
+) -> None:
     """Collect from all contributors in their order, commit, and notify them in the same order.
 
     Nothing else runs on the loop from the first ``collect`` until new records wait for the next transaction: whatever
     is done before that is in this one. Raises AbortedError, FencedError, and what a contributor raised.
     """
     async with writer.exclusive():
-        batch = CommitBatch(last=last, room=writer.room)
+        batch = CommitBatch(last=last, tidy=tidy or last, room=writer.room)
         asked: list[Contributor] = []
         try:
             for contributor in contributors:

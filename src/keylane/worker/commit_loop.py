@@ -60,7 +60,7 @@ class CommitLoop:
         self._pause = pause
         self.contributors: list[Contributor] = []
         self.leaving = False
-        """Whether another run has taken over; the task then says again and again that it is leaving."""
+        """Whether others take over; the worker then says again and again that it is leaving."""
         self._committing: asyncio.Future[None] | None = None
         self._replacing: asyncio.Future[None] | None = None
 
@@ -98,19 +98,31 @@ class CommitLoop:
             else:
                 await writer.wait_for_record(wait)
 
-    async def commit(self, last: Contributor | None = None) -> None:
-        """Commit what is done now. ``last``: this is the task's last commit, and contains this contributor's records.
+    async def commit(self, *also: Contributor, last: bool = False, tidy: bool = False) -> None:
+        """Commit what is done now, with the records of ``also``.
 
         A caller that is cancelled leaves the commit running; the next caller waits for it.
         """
-        if self._committing is not None and not self._committing.done():
+        while self._committing is not None and not self._committing.done():
             await asyncio.wait([self._committing])
-        contributors: Sequence[Contributor] = self.contributors
-        if last is not None:
-            contributors = [*contributors, last]
-        self._committing = asyncio.ensure_future(commit(self._writer, contributors, last=last is not None))
+        contributors = [*self.contributors, *also]
+        self._committing = asyncio.ensure_future(commit(self._writer, contributors, last=last, tidy=tidy))
         self._committing.add_done_callback(_retrieve_exception)
         await asyncio.shield(self._committing)
+
+    async def commit_epoch(self, records: Contributor) -> bool:
+        """Commit at the end of an epoch. False if that failed and is to be tried again with the next commit.
+
+        Raises AbortedError with ``exactly_once``, FencedError and BrokerError.
+        """
+        try:
+            await self.commit(records, tidy=True)
+        except AbortedError as error:
+            if self._exact:
+                raise
+            log.warning("commit at the end of the epoch failed owner=%s reason=%s", self._owner, error)
+            return False
+        return True
 
     async def commit_last(self, last: Contributor, *, shared: Sequence[int], failed: bool) -> None:
         """Commit for the last time, with ``last``.
@@ -123,7 +135,7 @@ class CommitLoop:
         with contextlib.suppress(KeylaneError) if failed else contextlib.nullcontext():
             for tries_left in reversed(range(LAST_COMMIT_TRIES)):
                 try:
-                    await self.commit(last)
+                    await self.commit(last, last=True)
                     break
                 except AbortedError as error:
                     if self._exact or not tries_left:

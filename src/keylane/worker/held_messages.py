@@ -45,7 +45,7 @@ class HeldMessages:
         self._restored = restored  # the watermarks when the task started
         self._slot_of = slot_of
         self.load: dict[int, list[int]] = {p: [0] * BUCKETS for p in flows}
-        """Messages accepted, by partition and bucket of its ring; a sample, extrapolated."""
+        """Messages accepted in this epoch, by partition and bucket of its ring; a sample, extrapolated."""
 
     def accept(self, engine: Engine, batch: FetchedBatch) -> None:
         """Hand fetched messages to the engine, without those of other ranges and those already done."""
@@ -92,6 +92,10 @@ class HeldMessages:
         load = self.load[partition]
         for record in group[::_LOAD_SAMPLE_MESSAGES]:
             load[self._slot_of(record.key(), record.offset()) // BUCKET] += _LOAD_SAMPLE_MESSAGES
+
+    def reset_load(self) -> None:
+        """A new epoch begins."""
+        self.load = {p: [0] * BUCKETS for p in self.load}
 
     def evicted(self, partition: int, count: int, size: int) -> None:
         """Count messages of which lanes keep only the offsets; negative numbers: they were fetched again."""

@@ -323,7 +323,7 @@ class ProgressTracker(Contributor):
         return contributors
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add the progress. The last commit also deletes records that it supersedes.
+        """Add the progress. A commit that tidies up also deletes records that are superseded.
 
         Progress that does not fit into an offset's metadata goes to the state topic. Such a large record is written
         now and then, and at the end: with every commit it would be megabytes behind a stuck lane.
@@ -334,7 +334,7 @@ class ProgressTracker(Contributor):
             self._collect_offsets(batch)
         elif batch.last:
             self._collect_proposals(batch)
-        if batch.last:
+        if batch.tidy:
             self._delete_superseded_records(batch)
             self._delete_old_audit_records(batch)
 

@@ -254,14 +254,6 @@ def _session_key(
     return settings, app.name, app.source, app.delivery, partitions, identity
 
 
-def partitions_of_last_epoch(
-    settings: KafkaSettings, app: AppSpec, partitions: int, identity: AppIdentity
-) -> list[int]:
-    """The partitions of the last epoch in this process; none without a session."""
-    found = _sessions.get(_session_key(settings, app, partitions, identity))
-    return [] if found is None else found.partitions
-
-
 def take_session(
     settings: KafkaSettings, app: AppSpec, partitions: int, identity: AppIdentity, *, alone: bool = False
 ) -> WorkerSession:

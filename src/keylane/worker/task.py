@@ -1,476 +1,116 @@
-"""One task's epoch: restore, fetch, run lanes, produce, commit as it goes, drain, commit, end."""
+"""One Spark task: the rows of one part of the plan, for one epoch.
+
+The task attaches to the lanes that run in its worker already, or starts them.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import os
-import socket
-import threading
 import time
-from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING
 
-import uvloop
-
-from keylane.dlq.writer import DeadLetterWriter
-from keylane.engine import hot_keys as skew
-from keylane.engine.engine import Engine
-from keylane.engine.garbage import collect, own_collector
-from keylane.engine.loop_watch import watched
-from keylane.engine.shutdown import end_stages, end_threads
-from keylane.engine.stages import open_pipeline
-from keylane.errors import AbortedError, BrokerError, FailureGuardError, FencedError, SourceChangedError
-from keylane.kafka.fetcher import Fetcher
-from keylane.kafka.rejection import RejectedError, Rejections
-from keylane.offsets.slots import ALL
-from keylane.state.ownership import Ownership
-from keylane.worker.commands import CommandExecutor
-from keylane.worker.commit_loop import LAST_COMMIT_TRIES, CommitLoop
-from keylane.worker.held_messages import HeldMessages
-from keylane.worker.last_records import LastRecords
-from keylane.worker.ledger_writer import LedgerWriter
-from keylane.worker.outcome_rows import OutcomeRows
-from keylane.worker.output import BUSY_LOOP_LANES, LAST_REPORTS_SECONDS, KafkaOutput
-from keylane.worker.progress import ProgressTracker
-from keylane.worker.refetch import Refetched, RefetchReader
-from keylane.worker.session import take_session
-from keylane.worker.telemetry_sender import TelemetryWriter
-from keylane.worker.uncommitted import UncommittedDeliveries
+from keylane.state.ownership import ItemTakenError
+from keylane.worker.lane_worker import LOCAL, LaneWorker, LocalWorkers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.stages import Step
+    from keylane.engine.hot_keys import HotName
     from keylane.spec import AppSpec
-    from keylane.state.commands import Command
-    from keylane.state.topic import StateTopic
-    from keylane.worker.session import WorkerSession
+    from keylane.worker.epoch_plan import EpochPlan
     from keylane.worker.task_plan import TaskPlan
 
 log = logging.getLogger("keylane.task")
 
-_PUMP_BUSY_SECONDS, _PUMP_CALM_SECONDS, _PUMP_IDLE_SECONDS = 0.005, 0.02, 0.05
-"""Time between two looks at what was acknowledged: while a lane waits for it, while none does, with nothing held."""
-_STATE_POLL_SECONDS = 0.1
-_ABORTED_MAX = LAST_COMMIT_TRIES
-_FORGET_ABORTED_SECONDS = 60
-_LETTERS_SECONDS = 5.0
-"""How long a task that the failure guard stops waits for its dead letters."""
+_LOOK_SECONDS = 0.2
+"""Time between two looks for a part of the plan that nobody has."""
 
 
 class Task:
-    """Runs one plan. :meth:`outcomes` is the whole life of it."""
+    """Runs one plan. :meth:`outcomes` is its whole life.
 
-    def __init__(self, app: AppSpec, plan: TaskPlan, *, attempt: int = 1) -> None:
+    ``shared``: the plans of all tasks of the epoch, when this one may take another's. ``local``: the workers of the
+    task's process.
+    """
+
+    def __init__(
+        self,
+        app: AppSpec,
+        plan: TaskPlan,
+        *,
+        attempt: int = 1,
+        shared: EpochPlan | None = None,
+        local: LocalWorkers = LOCAL,
+    ) -> None:
         self._app = app
         self._plan = plan
         self._attempt = attempt
-        self.owner = f"{socket.gethostname()}:{os.getpid()}/{plan.task}"
-        self._exact = app.delivery == "exactly_once"
-        self.hot: frozenset[skew.HotName] = frozenset()
-        """Keys that recently made up much of what the task read."""
-        self._deadline = 0.0
-        self._rejections = Rejections()
-        self._abandoned = threading.Event()  # Spark no longer reads the rows
-        self._rows = OutcomeRows(plan.outcomes)
-        self._reset()
+        self._shared = shared
+        self._local = local
+        self._worker: LaneWorker | None = None
 
-    def _reset(self) -> None:
-        """Start from the last commit, with nothing of an earlier try."""
-        self._rows.discard()
-        self._uncommitted = UncommittedDeliveries(self._count)
-        self._rejected = False  # whether the broker rejected a result
-        self._progress = ProgressTracker(self._app)
-        self._held: HeldMessages
-        self._commits: CommitLoop | None = None
-        self._commands: CommandExecutor | None = None
-        self._ownership: Ownership | None = None
-        self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
-        self._telemetry: TelemetryWriter | None = None
-        if self._app.telemetry is not None:
-            interval = self._app.telemetry.interval
-            self._telemetry = TelemetryWriter(self._app, self._plan, self.owner, interval=interval)
-        self._ledger: LedgerWriter | None = None
-        self._observed = self._app  # with the ledger as its observer, if it keeps one
-        if self._app.ledger is not None:
-            self._ledger = LedgerWriter(self._app, self._app.ledger, self.owner)
-            self._observed = replace(self._app, observer=self._ledger)
+    @property
+    def owner(self) -> str:
+        """The name of the worker."""
+        return "" if self._worker is None else self._worker.owner
+
+    @property
+    def hot(self) -> frozenset[HotName]:
+        """Keys that recently made up much of what was read."""
+        return frozenset() if self._worker is None else self._worker.hot
 
     def outcomes(self) -> Iterator[list[Delivery]]:
         """Run the epoch and yield what is done, in batches. Raises what ended it if that was not the plan."""
-        thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
-        thread.start()
-        try:
-            yield from self._rows.batches()
-        finally:
-            self._abandoned.set()
-            thread.join(timeout=self._app.drain_timeout)
-
-    def _main(self) -> None:
-        late = max(0.0, time.time() - self._plan.planned) if self._plan.planned else 0.0
-        self._deadline = time.monotonic() + self._plan.seconds - min(late, self._plan.seconds / 2)
-        aborted, began = 0, time.monotonic()
-        try:
-            with own_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                while True:
-                    try:
-                        runner.run(self._run())
-                        break
-                    except AbortedError as error:
-                        learned = isinstance(error, RejectedError) and self._rejections.start_over()
-                        if not learned:
-                            forget = time.monotonic() - began > _FORGET_ABORTED_SECONDS
-                            aborted = 1 if forget else aborted + 1
-                            began = time.monotonic()
-                        # With commit="epoch" Spark commits all rows of an attempt: a second try would repeat them.
-                        if aborted == _ABORTED_MAX or self._abandoned.is_set() or self._app.commit == "epoch":
-                            raise
-                        log.warning(
-                            "transaction aborted, its messages run again in order owner=%s reason=%s",
-                            self.owner,
-                            error,
-                        )
-                        getattr(self._app.observer, "began_again", lambda: None)()
-                        self._reset()
-        except SourceChangedError as error:
-            log.warning("ending the epoch early owner=%s reason=%s", self.owner, error)
-            self._rows.end()
-        except BaseException as error:
-            self._rows.end(error)
-        else:
-            self._rows.end()
-
-    async def _run(self) -> None:
-        async with open_pipeline(self._app) as steps:
-            plan = self._plan
-            worker_session = await asyncio.to_thread(
-                take_session,
-                plan.settings,
-                self._app,
-                plan.partitions,
-                plan.identity,
-                alone=self._exact and self._rejections.alone,
-            )
+        running = self._local.idle(self._app, self._plan)
+        for worker in running:
+            rows = worker.attach(self._plan_of(worker), self._attempt)
+            if rows is not None:
+                yield from self._read(worker, rows)
+                return
+        home = None
+        for worker in running:
+            home = self._home(worker)
+            yield from self._read(worker, worker.retire())
+        for plan in self._choices(home):
+            worker = LaneWorker(self._app, plan, attempt=self._attempt, local=self._local)
             try:
-                with watched(self._app.stages):
-                    await self._epoch(worker_session, steps)
-            except BaseException as error:
-                rejected = self._rejected and type(error) is BrokerError
-                # A process that was suspended may not know yet that Spark gave up on it.
-                if await self._give_up(worker_session, again=rejected or isinstance(error, AbortedError)):
-                    raise FencedError(f"{self.owner}: another task owns its partitions now") from error
-                if rejected:
-                    raise RejectedError(str(error)) from error
-                raise
-            worker_session.keep_for_next_task()
+                yield from self._read(worker, worker.start())
+            except ItemTakenError:  # before anything ran
+                continue
+            return
 
-    async def _give_up(self, worker_session: WorkerSession, *, again: bool) -> bool:
-        """Close the session. If the task is to start ``again``: whether another one has replaced it meanwhile."""
-        if self._commits is not None:
-            await self._commits.end()
-        lost = (
-            again
-            and self._ownership is not None
-            and await asyncio.to_thread(self._ownership.lost_by_now, worker_session.cluster)
-        )
-        await asyncio.to_thread(worker_session.close)
-        return lost
-
-    async def _epoch(self, worker_session: WorkerSession, steps: Sequence[Step]) -> None:
-        app, plan = self._app, self._plan
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        worker_session.writer.attach()
-        state = await asyncio.to_thread(worker_session.state, plan.starts, plan.run, plan.since)
-        ownership = Ownership(
-            plan.settings,
-            app.name,
-            state,
-            worker_session.writer,
-            plan.run,
-            self.owner,
-            patience=app.drain_timeout + 5,
-        )
-        starts = await asyncio.to_thread(self._progress.restore, worker_session, ownership, state, plan)
-        self._ownership = ownership
-        commits = self._commits = CommitLoop(
-            app, worker_session, state, ownership, self.owner, pause=lambda: self._progress.pause_seconds
-        )
-        dead_letters = DeadLetterWriter(worker_session, app, self._rejections)
-        output = KafkaOutput(
-            worker_session,
-            dead_letters,
-            app,
-            limit=plan.sink_limit,
-            stamps=plan.sink_stamps,
-            rejections=self._rejections,
-        )
-        fetcher = Fetcher(
-            worker_session.consumer,
-            app.source,
-            starts,
-            capacity=app.max_buffered,
-            deliver=lambda batch: _call_on(loop, self._held.accept, engine, batch),
-            fail=lambda error: _call_on(loop, engine.fail, error),
-            assigned=worker_session.assigned,
-            until=plan.until,
-            downstream_full=lambda: self._rows.crowded,
-            loop_busy=lambda: len(engine.table.ready) > BUSY_LOOP_LANES,
-            stuck=lambda: engine.table.stuck_entries,
-            log_end_interval=inf if app.telemetry is None else app.telemetry.interval,
-        )
-        worker_session.assigned = {}
-        self._held = HeldMessages(
-            fetcher.flows, self._progress.watermarks, self._progress.restored, slot_of=app.slot_of
-        )
-        refetcher = RefetchReader(
-            plan.settings,
-            app.name,
-            app.source,
-            deliver=lambda part: _call_on(loop, self._refetched, engine, part),
-            fail=lambda error: _call_on(loop, engine.fail, error),
-        )
-        engine = Engine(
-            self._observed,
-            steps,
-            output,
-            on_done=self._done,
-            fetch=refetcher.request,
-            let_go=self._held.evicted,
-            progress=lambda partition: self._progress.watermarks[partition].progress(),
-            read_to=lambda partition: (
-                mark.position if (mark := self._progress.watermarks.get(partition)) else None
-            ),
-            room=lambda: fetcher.room,
-            used=lambda: fetcher.buffered,
-            store=worker_session.versions,
-            duplicates=worker_session.duplicates,
-            source_id=worker_session.identity.source.id,
-        )
-        worker_session.duplicates = engine.duplicates
-        worker_session.writer.fail = engine.fail
-        commands = self._commands = CommandExecutor(
-            engine,
-            output,
-            plan.settings,
-            app,
-            self.owner,
-            state.redriven,
-            plan.cuts,
-            time.time,
-            source=worker_session.identity.source,
-            commit=commits.commit,
-            plan=plan,
-        )
-        self._progress.restore_lanes(engine, output)
-        commits.contributors = [*self._progress.connect(engine, commands), commands]
-        commits.contributors += [self._uncommitted, self._rejections]
-        if self._ledger is not None:
-            commits.contributors.append(self._ledger)
-        fetcher.start()
-        # Spark plans one more epoch after a stop was requested: it ends at once, and is not worth two lines per task.
-        level = logging.DEBUG if state.stopped else logging.INFO
-        log.log(level, "%s: epoch %d began, restored in %.3f s", self.owner, plan.epoch, loop.time() - began)
-        if self._attempt > 1:  # an attempt that cannot succeed does not come this far
-            log.warning(
-                "%s: task %d of epoch %d runs again after a failure (attempt %d), from the last commit on",
-                self.owner,
-                plan.task,
-                plan.epoch,
-                self._attempt,
-            )
-        background = [
-            loop.create_task(self._pump(engine, output)),
-            loop.create_task(commits.run()),
-            loop.create_task(collect(lambda: engine.held)),
-            loop.create_task(self._watch_skew(engine)),
-            loop.create_task(commands.run()),
-            loop.create_task(dead_letters.ship()),
-        ]
-        if self._telemetry is not None:
-            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher)
-            background.append(loop.create_task(self._telemetry.run()))
-        for job in background:
-            job.add_done_callback(lambda job: _fail_with(job, engine))
-        drained = began
+    def _read(self, worker: LaneWorker, rows: Iterator[list[Delivery]]) -> Iterator[list[Delivery]]:
+        self._worker = worker
         try:
-            await self._until_over(engine, commands, fetcher, state)
-            fetcher.stop_fetching()
-            draining = loop.time()
-            if not await engine.drain(app.drain_timeout):
-                log.warning(
-                    "%s: %d messages were not finished within %g s of drain; they run again",
-                    self.owner,
-                    engine.held,
-                    app.drain_timeout,
-                )
-            drained = loop.time()
+            yield from rows
         finally:
-            await end_stages(engine, self.owner)
-            if engine.failure.done() and isinstance(engine.failure.exception(), FailureGuardError):
-                await dead_letters.rest(
-                    _LETTERS_SECONDS
-                )  # who reads the guard's error looks at the letters next
-            output.close()
-            for job in background:
-                job.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
-            fetcher.stop_fetching()
-            await dead_letters.end(0.0 if ownership.lost else LAST_REPORTS_SECONDS)
-            await worker_session.purge_producers(LAST_REPORTS_SECONDS)
-            self._rejected = self._rejections.add_suspects(engine.refusals, time.monotonic())
-            engine.settle()
-            try:
-                await self._commit_last(engine, commits, ownership)
-            finally:
-                worker_session.assigned = await asyncio.to_thread(fetcher.close)
-                await asyncio.to_thread(refetcher.close)
-                await end_threads(steps, self.owner, app.drain_timeout)
-                self._rows.hand_over()
-                if self._telemetry is not None:
-                    self._telemetry.last()
-        ownership.check_run()
-        self._progress.save_to_session(plan.epoch)
-        log.log(
-            level,
-            "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",
-            self.owner,
-            plan.epoch,
-            loop.time() - began,
-            drained - draining,
-            loop.time() - drained,
-        )
+            worker.detach()
 
-    async def _commit_last(self, engine: Engine, commits: CommitLoop, ownership: Ownership) -> None:
-        """Commit the last progress, with what the planner or the next task has to know; not if the task is fenced."""
-        error = engine.failure.exception() if engine.failure.done() else None
-        if isinstance(error, FencedError | AbortedError):
+    def _home(self, worker: LaneWorker) -> int | None:
+        """The part of the plan that is this worker's."""
+        return None if self._shared is None else self._shared.homes.get(worker.id)
+
+    def _plan_of(self, worker: LaneWorker) -> TaskPlan:
+        home = self._home(worker)
+        return self._plan if self._shared is None or home is None else self._shared.part(home, self._plan)
+
+    def _choices(self, home: int | None) -> Iterator[TaskPlan]:
+        """Plans to start with: the worker's own part, or else one that nobody has."""
+        plan, shared = self._plan, self._shared
+        if shared is None:
+            yield plan
             return
-        failed = error is not None
-        last = LastRecords(
-            self._plan, self._held.load, engine, None if failed else ownership, finished=self._finished
+        if home is not None:
+            yield shared.part(home, plan)
+        elif not shared.homes:  # nothing runs yet
+            yield plan
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < plan.seconds:
+            number = shared.unowned(self._app, plan, waited=waited)
+            if number is not None:
+                yield shared.part(number, plan)
+            time.sleep(_LOOK_SECONDS)
+        log.warning(
+            "task %d of epoch %d: other tasks have all parts of the plan", plan.spark_task, plan.epoch
         )
-        await commits.commit_last(last, shared=list(self._plan.cuts), failed=failed)
-
-    # While it runs, on the loop.
-
-    def _refetched(self, engine: Engine, part: Refetched) -> None:
-        """Messages that were evicted, and are in memory again."""
-        if engine.draining:
-            return
-        if part.missing:
-            log.error(
-                "%s/%d: %d messages behind a stuck lane are no longer in the log, the first at offset %d",
-                self._app.source,
-                part.partition,
-                len(part.missing),
-                part.missing[0],
-            )
-            self._held.lost(part.partition, part.missing)
-        engine.returned(part.ticket, part.records, len(part.missing))
-
-    def _done(self, deliveries: list[Delivery]) -> None:
-        if self._ledger is not None:
-            self._ledger.done(deliveries)
-        if self._telemetry is not None:
-            self._telemetry.done(deliveries)
-        own = deliveries
-        if self._commands is not None and not self._commands.idle:
-            own = self._without_redriven(deliveries)
-        self._held.done(own)
-        if self._exact:
-            self._uncommitted.add(deliveries)
-        else:
-            self._held.make_room(own)
-            self._rows.add(deliveries)
-
-    def _count(self, deliveries: list[Delivery]) -> None:
-        """These are in a committed transaction: only now is there room for others."""
-        self._held.make_room([delivery for delivery in deliveries if not delivery.redriven])
-        self._rows.add(deliveries)
-
-    def _without_redriven(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Redriven messages were done in the source before: their progress is among the dead letters."""
-        own = []
-        for delivery in deliveries:
-            if delivery.redriven and self._commands is not None:
-                self._commands.done(delivery)
-            else:
-                own.append(delivery)
-        return own
-
-    async def _pump(self, engine: Engine, output: KafkaOutput) -> None:
-        """Serve acknowledgements: they move progress, so a few milliseconds do no harm if no lane waits for them.
-
-        Every look wakes the loop up, which costs the most at a thousand messages per second.
-        """
-        handed_over = time.monotonic()
-        while True:
-            output.poll()
-            output.look(engine)
-            engine.settle()
-            if time.monotonic() - handed_over > self._rows.every:
-                handed_over = time.monotonic()
-                self._rows.hand_over()
-            wait = _PUMP_CALM_SECONDS if engine.held else _PUMP_IDLE_SECONDS
-            if engine.draining or engine.table.stopped or engine.promised:
-                wait = _PUMP_BUSY_SECONDS
-            await asyncio.sleep(wait)
-
-    async def _watch_skew(self, engine: Engine) -> None:
-        while True:
-            await asyncio.sleep(skew.EVERY)
-            engine.skew.look(time.monotonic())
-            self.hot = engine.skew.names
-
-    async def _until_over(
-        self, engine: Engine, commands: CommandExecutor, fetcher: Fetcher, state: StateTopic
-    ) -> None:
-        """Return when the epoch is over, the run was stopped, or the backlog is done."""
-        assert self._ownership is not None  # noqa: S101 - the epoch begins with it
-        assert self._commits is not None  # noqa: S101
-        while not state.poll() and time.monotonic() < self._deadline and not self._abandoned.is_set():
-            if self._ownership.lost:
-                engine.fail(FencedError(f"{self.owner}: another task owns its partitions now"))
-            if state.successor is not None:
-                log.warning("%s: another run has taken over; finishing what has begun", self.owner)
-                self._commits.leaving = True
-                return
-            if state.wanted.get("number", 0) > self._plan.order:
-                log.info("%s: there are other tasks or partitions now; the epoch ends", self.owner)
-                return
-            commands.take([command for command in state.take_commands() if self._is_ours(command)])
-            if fetcher.ended and engine.resting and commands.idle and self._caught_up(engine):
-                self._finished = True
-                return
-            wait = min(_STATE_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))
-            await asyncio.wait([engine.failure], timeout=wait)
-            if engine.failure.done():
-                engine.failure.result()
-
-    def _is_ours(self, command: Command) -> bool:
-        """Whether this task owns the slot that the command is about."""
-        slots = self._plan.cuts.get(command.partition, ALL)
-        if command.key is None and command.offset is None:
-            return 0 in slots  # letters of messages without a key, which any owner may run
-        return self._app.slot_of(command.key, command.offset or 0) in slots
-
-    def _caught_up(self, engine: Engine) -> bool:
-        """Everything below ``until`` was read, and is done or waits in a stopped lane."""
-        return self._held.pending == engine.held and self._held.reached(self._plan.until or {})
-
-
-def _fail_with(job: asyncio.Task[None], engine: Engine) -> None:
-    """A background job that ends by itself ends the task: its work must not stop silently."""
-    if not job.cancelled() and (error := job.exception()) is not None:
-        engine.fail(error)
-
-
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call it on the loop's thread, unless the loop has ended."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)

@@ -47,6 +47,20 @@ class TaskPlan:
     """The number of the last replan command that the plan takes into account."""
     since: Mapping[int, int] = field(default_factory=dict)
     """Where the state topic says that the app belongs to this run, by partition."""
+    keep_alive: float = 0.0
+    """Seconds that the lanes keep running without a Spark task; 0: they are drained at the end of the epoch."""
+    spark_task: int = 0
+    """The number of the Spark task; ``task`` is that of the part of the plan, which another task may take."""
+
+    def continues(self, other: TaskPlan) -> bool:
+        """Whether the lanes of the other plan can keep running under this one."""
+        return bool(self.keep_alive) and self._lanes() == other._lanes()
+
+    def _lanes(self) -> tuple[object, ...]:
+        return (
+            *(self.run, self.settings, self.identity, self.slots, self.until, self.keep_alive),
+            *(self.sink_limit, self.sink_stamps, self.outcomes, self.partitions, self.former),
+        )
 
     @property
     def slots(self) -> dict[int, Slots]:

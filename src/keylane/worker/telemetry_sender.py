@@ -7,6 +7,8 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keylane.engine.latency_sampler import LatencySampler
@@ -19,11 +21,13 @@ from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
     from keylane.engine.stages import Step
     from keylane.kafka.client import Producer
     from keylane.kafka.fetcher import Fetcher
     from keylane.kafka.settings import KafkaSettings
+    from keylane.outcome import Outcome
     from keylane.spec import AppSpec
     from keylane.worker.progress import ProgressTracker
     from keylane.worker.task_plan import TaskPlan
@@ -98,22 +102,30 @@ class TelemetrySender:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Counters of the engine and the sender, at one moment."""
+
+    done: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    retries: int = 0
+    dropped: int = 0
+
+
 class TelemetryWriter:
-    """The telemetry of one task in one epoch. Used on its loop; :meth:`run` and :meth:`last` raise nothing."""
+    """Telemetry of one worker. Its counters begin with every epoch.
+
+    Used on the worker's loop; :meth:`run`, :meth:`begin_epoch` and :meth:`last` raise nothing of their own.
+    """
 
     def __init__(self, app: AppSpec, plan: TaskPlan, owner: str, *, interval: float) -> None:
         self._app = app
-        self._plan = plan
         self._owner = owner
         self._interval = interval
-        self._life = uuid.uuid4().hex[:16]
-        self._began = time.time()
-        self._meter = LatencySampler()
-        self.done = self._meter.done
-        """Call this with finished messages."""
         self._hot: tuple[HotFigures, ...] = ()
         self._hot_after = 0.0
-        self._dropped_before = 0
+        self._before = _Counts()  # when the epoch began
+        self._start_counting(plan)
         self._done, self._progressed = 0, self._began
         self._moved: dict[
             int, tuple[int, float]
@@ -134,8 +146,25 @@ class TelemetryWriter:
     ) -> None:
         """Connect it to the engine and the clients."""
         self._sender, self._engine, self._steps = sender, engine, steps
-        self._dropped_before = sender.dropped
         self._progress, self._fetcher = progress_tracker, fetcher
+        self._before = _Counts(dropped=sender.dropped)
+
+    def _start_counting(self, plan: TaskPlan) -> None:
+        self._plan = plan
+        self._life = uuid.uuid4().hex[:16]
+        self._began = time.time()
+        self._meter = LatencySampler()
+
+    def done(self, deliveries: list[Delivery]) -> None:
+        """These are done."""
+        self._meter.done(deliveries)
+
+    def begin_epoch(self, plan: TaskPlan) -> None:
+        """The next Spark task has attached: report the last figures of the epoch before, and count from 0."""
+        self._send_snapshot(final=True)
+        figures = self._engine.statistics()
+        self._before = _Counts(figures.done, figures.outcomes, figures.retries, self._sender.dropped)
+        self._start_counting(plan)
 
     async def run(self) -> None:
         """Send a record every interval, until cancelled."""
@@ -155,7 +184,7 @@ class TelemetryWriter:
     def snapshot(self, *, final: bool = False) -> Snapshot:
         """The task's figures now."""
         figures, plan, engine = self._engine.statistics(), self._plan, self._engine
-        now = time.time()
+        now, before = time.time(), self._before
         if figures.done != self._done:
             self._done, self._progressed = figures.done, now
         if time.monotonic() >= self._hot_after:
@@ -185,10 +214,10 @@ class TelemetryWriter:
             interval=self._interval,
             final=final,
             progressed=round(self._progressed, 3),
-            done=figures.done,
-            outcomes=figures.outcomes,
-            retries=figures.retries,
-            dropped=self._sender.dropped - self._dropped_before,
+            done=figures.done - before.done,
+            outcomes=figures.outcomes - before.outcomes,
+            retries=figures.retries - before.retries,
+            dropped=self._sender.dropped - before.dropped,
             lanes=LaneFigures(
                 all=figures.lanes.lanes,
                 ready=figures.lanes.ready,

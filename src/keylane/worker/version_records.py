@@ -98,7 +98,7 @@ class VersionRecords(Contributor):
         for (partition, key), mark in self._collected.items():
             batch.note(partition, VERSION + key, mark.encode())
         self._moved_to = self._collect_moved(batch)
-        if batch.last:
+        if batch.tidy:
             self._forget_old_layouts(batch)
 
     def committed(self) -> None:

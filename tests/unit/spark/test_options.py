@@ -79,6 +79,13 @@ def test_an_epoch_is_a_number_of_seconds(value: Any) -> None:
     assert complaint(epoch=value) == f"option epoch must be a number above 0, got {value!r}"
 
 
+@pytest.mark.parametrize("value", [-1, "soon", float("inf"), True])
+def test_keep_alive_is_a_number_of_seconds(value: Any) -> None:
+    assert complaint(keepAlive=value) == f"option keepAlive must be a number from 0 on, got {value!r}"
+    assert parse(keepAlive="0").keep_alive == 0
+    assert parse().keep_alive == 10
+
+
 @pytest.mark.parametrize("value", [0, -3, "2.5", 2.7, "many", math.inf, math.nan, True, ""])
 def test_tasks_are_a_whole_number(value: Any) -> None:
     assert complaint(tasks=value) == f"option tasks must be a whole number of at least 1, got {value!r}"

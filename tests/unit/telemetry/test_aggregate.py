@@ -29,7 +29,7 @@ def test_totals_forget_tasks_that_have_ended() -> None:
 
 
 def test_totals_are_bounded_whatever_the_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregate, "_LIVES_MAX", 2000)
+    monkeypatch.setattr(aggregate, "_TASK_EPOCHS_REMEMBERED_MAX", 2000)
     totals = Totals(0.0)
     totals.take(snapshot(life=f"{n}", at=1e9) for n in range(5000))
     assert len(totals._lives) == 2000

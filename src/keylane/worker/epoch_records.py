@@ -1,4 +1,4 @@
-"""Records that only a task's last commit contains."""
+"""What commits at the end of an epoch, and the last one of a worker, say besides the progress."""
 
 from __future__ import annotations
 
@@ -18,8 +18,29 @@ if TYPE_CHECKING:
     from keylane.worker.task_plan import TaskPlan
 
 
-class LastRecords(Contributor):
-    """Records for the planner, or for a task that tries again. ``load`` is what was read, by partition and bucket.
+class EpochRecords(Contributor):
+    """For the planner: ``load`` is what was read in the epoch, by partition and bucket of slots."""
+
+    def __init__(self, plan: TaskPlan, load: Mapping[int, list[int]]) -> None:
+        self._plan = plan
+        self._load = load
+
+    def collect(self, batch: CommitBatch, /) -> None:
+        """Add the load."""
+        plan = self._plan
+        for partition, slots in plan.slots.items():
+            load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
+            batch.note(partition, part_of(LOAD, slots), load)
+
+    def committed(self) -> None:
+        """Nothing follows."""
+
+    def aborted(self) -> None:
+        """Nothing to do: the same records are collected again."""
+
+
+class LastRecords(EpochRecords):
+    """The same, and why the worker has ended, for the planner or a task that tries again.
 
     ``ownership`` is released with the commit; None keeps it. ``finished``: everything below the plan's ``until`` was
     read, and is done or waits in a stopped lane. An epoch that ends earlier leaves messages to the next one.
@@ -34,18 +55,15 @@ class LastRecords(Contributor):
         *,
         finished: bool,
     ) -> None:
-        self._plan = plan
-        self._load = load
+        super().__init__(plan, load)
         self._engine = engine
         self._ownership = ownership
         self._finished = finished
 
     def collect(self, batch: CommitBatch, /) -> None:
-        """Add the load, the reason for the task's end, and the release of its partitions."""
+        """Add the load, why the task has ended, and the release of its partitions."""
+        super().collect(batch)
         plan, engine = self._plan, self._engine
-        for partition, slots in plan.slots.items():
-            load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
-            batch.note(partition, part_of(LOAD, slots), load)
         if engine.failure.done():
             error = engine.failure.exception()
             if isinstance(error, FailureGuardError):
@@ -58,9 +76,3 @@ class LastRecords(Contributor):
                 batch.note(partition, part_of(REST, slots), json.dumps(value).encode())
         if self._ownership is not None:
             batch.notes.extend(self._ownership.release())
-
-    def committed(self) -> None:
-        """Do nothing: no commit follows."""
-
-    def aborted(self) -> None:
-        """Nothing to do: the same records are collected again."""

@@ -1,0 +1,180 @@
+"""Pauses at the end of epochs, beside a key that is slow: ``python -m bench.pauses [--epoch 15] [--seconds 60]``.
+
+A steady load of 500 messages per second over 100 keys with a handler of 10 ms, and one more key whose handler takes
+12 s and is always busy. Two runs of the same load: with an epoch every few seconds, and with a single one. Reported for
+the other keys: the longest time in which no message of a partition began, and the latency from when a message was due
+to when its handler began. The history is judged: order, no overlap, nothing lost, nothing twice.
+
+``--master`` names another Spark than ``local[2,4]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from bench.delivery import Ground
+from bench.errors import BenchError
+from bench.process import Process
+from keylane import App, Message, Publisher
+from keylane.broker import Broker
+from keylane.testing import EventKind, HistoryWriter, Sent, check, read_history
+
+PARTITIONS = 8
+KEYS = 100
+SLOW_KEY = b"slow"
+SLOW_SECONDS, QUICK_SECONDS = 12.0, 0.01
+_WARM_SECONDS = 12.0
+_STEP_SECONDS = 0.02
+
+if name := os.environ.get("KEYLANE_BENCH_APP"):
+    app = App(
+        name,
+        source=f"{name}.in",
+        sink=f"{name}.out",
+        delivery=os.environ.get("KEYLANE_BENCH_DELIVERY", "at_least_once"),  # type: ignore[arg-type]
+        observer=HistoryWriter(os.environ["KEYLANE_BENCH_HISTORY"]),
+    )
+
+    @app.stage
+    async def call(msg: Message) -> bytes:
+        """As long as a call to another system takes."""
+        await asyncio.sleep(SLOW_SECONDS if msg.key == SLOW_KEY else QUICK_SECONDS)
+        return bytes(msg.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One run, in milliseconds."""
+
+    epochs: int
+    gap: float
+    p50: float
+    p99: float
+    worst: float
+
+
+class Load:
+    """Sends evenly, in the background. A message's value is when it was due."""
+
+    def __init__(self, bootstrap: str, topic: str, rate: float) -> None:
+        self.sent = 0
+        self._bootstrap, self._topic, self._rate = bootstrap, topic, rate
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._main)
+
+    def _main(self) -> None:
+        with Publisher(self._topic, bootstrap=self._bootstrap) as publisher:
+            for n in range(int(4 * _WARM_SECONDS)):
+                publisher.send(b"0", key=SLOW_KEY, event_id=f"slow-{n}")
+                self.sent += 1
+            began, number = time.time(), 0
+            while not self._over.wait(_STEP_SECONDS):
+                while (due := began + number / self._rate) <= time.time():
+                    publisher.send(b"%.6f" % due, key=b"key-%d" % (number % KEYS), event_id=f"e{number}")
+                    number += 1
+                    self.sent += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float) -> Found:
+    """One run."""
+    ground.topics(name, PARTITIONS)
+    history = ground.folder / f"{name}.history"
+    os.environ["KEYLANE_BENCH_APP"] = name
+    os.environ["KEYLANE_BENCH_HISTORY"] = str(history)
+    os.environ["KEYLANE_BENCH_DELIVERY"] = given.delivery
+    command = [
+        *(sys.executable, "-m", "keylane", "run", "bench.pauses:app", "--bootstrap", ground.bootstrap),
+        *("--master", given.master, "--epoch", str(epoch), "-o", f"keepAlive={given.keep_alive:g}"),
+    ]
+    with Process(command, ground.folder / f"{name}.log") as process:
+        with Load(ground.bootstrap, f"{name}.in", given.rate) as load:
+            time.sleep(_WARM_SECONDS)
+            began = time.time()
+            time.sleep(given.seconds)
+            ended = time.time()
+        process.must_run()
+        time.sleep(1.0)
+        text = process.log.read_text()
+    if given.verbose:
+        print(text)
+    reader = ground.reader(name, PARTITIONS, f"{name}.in")
+    messages: list[Any] = []
+    while len(messages) < load.sent:
+        came = reader.consume(1000, 10.0)
+        if not came:
+            raise BenchError(f"{name}.in has {len(messages)} messages of {load.sent}")
+        messages += [m for m in came if m.key() != SLOW_KEY]
+        load.sent -= sum(m.key() == SLOW_KEY for m in came)
+    found = read_history(history)
+    # Those of the slow key that have not run are not lost.
+    sent = [Sent(key=m.key(), partition=m.partition(), offset=m.offset()) for m in messages]
+    quick = replace(found, events=tuple(e for e in found.events if e.key != SLOW_KEY))
+    check(quick, sent=sent).raise_if_bad()
+    due = {(m.partition(), m.offset()): float(m.value()) for m in messages}
+    starts = [e for e in found.events if e.kind is EventKind.START and (e.partition, e.offset) in due]
+    starts = [e for e in starts if began < e.at < ended]
+    gap = 0.0
+    for partition in range(PARTITIONS):
+        gap = max(gap, *(b.at - a.at for a, b in pairwise(e for e in starts if e.partition == partition)))
+    late = sorted(e.at - due[e.partition, e.offset] for e in starts)
+    return Found(
+        epochs=len(set(re.findall(r"epoch (\d+) began", text))),
+        gap=1e3 * gap,
+        p50=1e3 * late[len(late) // 2],
+        p99=1e3 * late[int(len(late) * 0.99)],
+        worst=1e3 * late[-1],
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epoch", type=float, default=15.0, help="seconds of an epoch (15)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a run (60)")
+    parser.add_argument("--rate", type=float, default=500.0, help="messages per second (500)")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--master", default="local[2,4]", help="Spark's master (local[2,4])")
+    parser.add_argument("--keep-alive", type=float, default=10.0, help="0: every epoch ends with a drain")
+    parser.add_argument("--delivery", choices=["at_least_once", "exactly_once"], default="at_least_once")
+    parser.add_argument("--verbose", action="store_true", help="print the app's log")
+    given = parser.parse_args()
+    print("| | epochs | gap ms | p50 ms | p99 ms | worst ms |\n|---|---|---|---|---|---|")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder, Broker() as broker:
+        ground = Ground(broker.bootstrap, Path(folder))
+        for number in range(given.rounds):
+            for kind, epoch in (("one epoch", 3600.0), (f"every {given.epoch:g} s", given.epoch)):
+                found = measure(ground, f"p{number}-{epoch:g}", given, epoch)
+                rows.append({"kind": kind, **asdict(found)})
+                print(
+                    f"| {kind} | {found.epochs} | {found.gap:.0f} | {found.p50:.1f} | {found.p99:.1f} "
+                    f"| {found.worst:.0f} |",
+                    flush=True,
+                )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
