@@ -121,11 +121,12 @@ class LaneWorker:
         self._rejections = Rejections()
         self._abandoned = threading.Event()  # Spark no longer reads the rows
         self._rows = OutcomeRows(plan.outcomes)
-        self._lock = threading.Lock()  # guards the five below, which the loop and Spark's thread write
+        self._lock = threading.Lock()  # guards the six below, which the loop and Spark's thread write
         self._attached = True  # a Spark task reads the rows
         self._detached_at = 0.0
         self._deadline = _deadline(plan)  # of the epoch
-        self._closing = False  # it drains and ends, and no task can attach any more
+        self._retiring = False  # a task waits for the end
+        self._closing = False  # it drains, and no task can attach
         self._ended = False
         self._error: BaseException | None = None  # what ended it while no task was attached
         self._served = plan  # the loop's: the last plan that it has seen
@@ -175,7 +176,8 @@ class LaneWorker:
     def attach(self, plan: TaskPlan, attempt: int) -> Iterator[list[Delivery]] | None:
         """Attach the task of the next epoch; None if the lanes do not fit its plan, or are ending."""
         with self._lock:
-            if self._closing or self._ended or self._attached or not plan.continues(self._plan):
+            unfit = self._retiring or self._closing or self._ended or self._attached
+            if unfit or not plan.continues(self._plan):
                 return None
             rows = self._rows.open()
             self._plan, self._attempt, self._deadline = plan, attempt, _deadline(plan)
@@ -186,7 +188,7 @@ class LaneWorker:
         """Drain, commit, release and end. Yields what was done since the last task, and raises what ended it."""
         with self._lock:
             rows = self._rows.open()
-            self._closing = self._attached = True
+            self._retiring = self._attached = True
             if self._ended:
                 self._rows.end(self._error)
                 self._local.remove(self._app, self._plan, self)
@@ -195,7 +197,7 @@ class LaneWorker:
     def detach(self) -> None:
         """The task does not read any more. Unless its epoch ended as planned, the lanes end too."""
         with self._lock:
-            lives_on = not (self._attached or self._closing or self._ended)
+            lives_on = not (self._attached or self._retiring or self._closing or self._ended)
         if not lives_on:
             self._abandoned.set()
             self._thread.join(timeout=self._app.drain_timeout)
@@ -242,6 +244,8 @@ class LaneWorker:
                     )
                     getattr(self._app.observer, "began_again", lambda: None)()
                     self._reset()
+                    with self._lock:
+                        self._closing = False
 
     async def _run(self) -> None:
         async with open_pipeline(self._app) as steps:
@@ -564,7 +568,7 @@ class LaneWorker:
 
     async def _is_over(self, engine: Engine, state: StateTopic) -> bool:
         """Whether to drain now. At the end of an epoch the task is detached instead, and the lanes keep running."""
-        if self._closing:  # a task that needs other lanes waits for the end of these
+        if self._retiring:  # a task that needs other lanes waits for the end of these
             self._leaves_alone = True
             return True
         plan = self._plan
