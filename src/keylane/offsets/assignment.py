@@ -146,9 +146,8 @@ class _Shares:
         # For finding the least loaded task; made when all previous owners have their pieces.
         self._owned: set[tuple[int, int]] = set()
         self._queue: list[tuple[float, int]] = []
-        self._aside: list[
-            tuple[float, int]
-        ] = []  # out of the queue: they have a piece of the current partition
+        # Not in the queue now, because they have a piece of the current partition.
+        self._aside: list[tuple[float, int]] = []
         self._partition: int | None = None
 
     def has_room(self, task: int, weight: float, limit: float) -> bool:
@@ -238,7 +237,7 @@ class _Planner:
         fewest = counts.counts()
         if self._before:
             nearby = self._share_out(fewest, nearby=True)
-            if nearby.heaviest <= self._limit:
+            if nearby.heaviest <= self._limit and nearby.busy == min(self._tasks, nearby.ranges):
                 return nearby
             if counts.heaviest > 0 and self._adjustable:
                 adjusted = self._adjust(fewest)
