@@ -15,7 +15,7 @@ from keylane.state.topic import StateTopic
 from simulate.cluster import broker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from keylane.kafka.settings import KafkaSettings
     from simulate.table import Row
@@ -30,7 +30,7 @@ _FAILURE = FailureInfo(
 
 
 def measure(counts: Sequence[int], partitions: Sequence[int]) -> list[Row]:
-    """The time to read so many records, and to take over and read an empty topic with so many partitions."""
+    """The time to read so many records; and what the planner asks, by the number of partitions of an empty topic."""
     rows: list[Row] = []
     with broker() as (_, settings):
         cluster = Cluster(settings)
@@ -38,20 +38,29 @@ def measure(counts: Sequence[int], partitions: Sequence[int]) -> list[Row]:
             app = f"shop{count}"
             cluster.ensure(f"{app}.state", 1, {"cleanup.policy": "compact"})
             _fill(settings, app, count)
-            rows.append(
-                {"partitions": 1, "records": count, **_restore(settings, app, 1, count), "take over s": ""}
-            )
+            rows.append({"partitions": 1, "records": count, **_restore(settings, app, 1, count), **_EMPTY})
         for number in partitions:
             app = f"wide{number}"
-            cluster.ensure(f"{app}.state", number, {"cleanup.policy": "compact"})
-            found = []
-            for run in ("first", "second"):
-                begin = time.perf_counter()
-                take_over(settings, app, f"{app}.state", number, run)
-                found.append(time.perf_counter() - begin)
+            topic = f"{app}.state"
+            cluster.ensure(topic, number, {"cleanup.policy": "compact"})
+            first = _seconds(lambda: take_over(settings, app, topic, number, "first"))  # noqa: B023 - called at once
+            again = _seconds(lambda: take_over(settings, app, topic, number, "second"))  # noqa: B023
             row = {"partitions": number, "records": 0, **_restore(settings, app, number, 0)}
-            rows.append(row | {"take over s": found[0], "again s": found[1]})
+            ends = _seconds(lambda: cluster.all_ends([topic], range(number)))  # noqa: B023
+            offsets = _seconds(lambda: cluster.progress(app, _IDENTITY.source, range(number)))  # noqa: B023
+            rows.append(
+                row | {"take over s": first, "again s": again, "ends s": ends, "group's offsets s": offsets}
+            )
     return rows
+
+
+_EMPTY = dict.fromkeys(("take over s", "again s", "ends s", "group's offsets s"), "")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def _fill(settings: KafkaSettings, app: str, count: int) -> None:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Any
 
 from keylane.offsets.pieces import (
@@ -146,9 +146,8 @@ class _Shares:
         # For finding the least loaded task; made when all previous owners have their pieces.
         self._owned: set[tuple[int, int]] = set()
         self._queue: list[tuple[float, int]] = []
-        self._aside: list[
-            tuple[float, int]
-        ] = []  # out of the queue: they have a piece of the current partition
+        # Not in the queue now, because they have a piece of the current partition.
+        self._aside: list[tuple[float, int]] = []
         self._partition: int | None = None
 
     def has_room(self, task: int, weight: float, limit: float) -> bool:
@@ -181,6 +180,23 @@ class _Shares:
         self.pieces[task].append(piece)
         self._owned.add((piece.partition, task))
         self._aside.append((load + piece.weight, task))
+
+    def make_room(self, piece: Piece, most: float) -> list[Piece] | None:
+        """Take lighter pieces from the task that :meth:`least` has just found. None if that does not make room."""
+        load, task = self._queue[0]
+        kept, taken = [], []
+        for one in sorted(self.pieces[task]):
+            if load + piece.weight > most and one.weight < piece.weight / 2:
+                taken.append(one)
+                load -= one.weight
+            else:
+                kept.append(one)
+        if load + piece.weight > most:
+            return None
+        self.pieces[task] = kept
+        self._owned.difference_update((one.partition, task) for one in taken)
+        heapreplace(self._queue, (load, task))
+        return taken
 
     def heaviest(self) -> float:
         """The load of the busiest task."""
@@ -238,7 +254,7 @@ class _Planner:
         fewest = counts.counts()
         if self._before:
             nearby = self._share_out(fewest, nearby=True)
-            if nearby.heaviest <= self._limit:
+            if nearby.heaviest <= self._limit and nearby.busy == min(self._tasks, nearby.ranges):
                 return nearby
             if counts.heaviest > 0 and self._adjustable:
                 adjusted = self._adjust(fewest)
@@ -357,18 +373,23 @@ class _Planner:
         """
         waiting = [(counts[piece.partition] > 1, piece) for piece in left]  # first those that are not cut
         heapify(waiting)
+        most = _FILL_MAX * self._fair
         while waiting:
             may_cut, piece = heappop(waiting)
             found = shares.least(piece.partition)
             if found is None:
                 return None
-            room = _FILL_MAX * self._fair - found[0]
+            room = most - found[0]
             if piece.weight > room and (found[0] > 0 or piece.weight > self._limit):
-                parts = self._cutter.divide(piece, room) if may_cut and room > 0 else None
-                if parts is None:
+                rest: Sequence[Piece] | None
+                if may_cut and room > 0 and (parts := self._cutter.divide(piece, room)) is not None:
+                    piece, rest = parts[0], parts[1:]
+                else:
+                    rest = shares.make_room(piece, max(most, piece.weight))
+                if rest is None:
                     return None
-                piece, rest = parts
-                heappush(waiting, (may_cut, rest))
+                for one in rest:
+                    heappush(waiting, (counts[one.partition] > 1, one))
             shares.give(piece)
         plan = _Plan(shares)
         return plan if plan.busy == self._tasks and plan.heaviest <= self._limit else None
