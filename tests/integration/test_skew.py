@@ -33,7 +33,7 @@ def test_hot_key_delays_no_other_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """All in one partition, four times as many as there is room for: cold ones are behind a wall of hot ones."""
-    monkeypatch.setattr(skew, "EVERY", 0.5)
+    monkeypatch.setattr(skew, "LOOK_SECONDS", 0.5)
     caplog.set_level(logging.INFO, "keylane")
     source = f"{name}.in"
     log.create(source, partitions=1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.engine")
 
-EVERY = 5.0
+LOOK_SECONDS = 5.0
 """Seconds between two looks; each look halves the earlier counts."""
 HOT_SHARE_MIN = 0.01
 """Keys with a smaller share of the messages are not hot."""
@@ -71,7 +71,7 @@ class HotKeyDetector:
         return found[:_HOT_KEYS_MAX]
 
     def look(self, now: float) -> None:
-        """Log the hot keys whose lanes fall behind. Call it every :data:`EVERY` seconds."""
+        """Log the hot keys whose lanes fall behind. Call it every :data:`LOOK_SECONDS` seconds."""
         found = self.hot()
         self.names = frozenset((hot.key, hot.partition) for hot in found)
         for hot in found:

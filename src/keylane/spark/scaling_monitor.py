@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.query")
 
-EVERY = 2
+CHECK_SECONDS = 2
 """Seconds between two checks."""
 
 
@@ -58,7 +58,7 @@ class ScalingMonitor:
         told = plan.tasks, plan.there, plan.source
         missing = number = 0
         try:
-            while not self._query.awaitTermination(EVERY):
+            while not self._query.awaitTermination(CHECK_SECONDS):
                 try:
                     tasks = tasks_for(self._spark, self._most, plan.max_tasks)
                     source = self._cluster.identity(plan.topic).source

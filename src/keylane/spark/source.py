@@ -44,7 +44,7 @@ log = logging.getLogger("keylane.task")
 EARLIEST, LATEST = -2, -1
 _REUSES_WORKERS = "SPARK_REUSE_WORKER"
 """What Spark sets in the environment of Python workers that run more than one task."""
-_ENOUGH = 1000
+_LOAD_MESSAGES_MIN = 1000
 """Fewest messages of an epoch for its load to count."""
 
 
@@ -214,7 +214,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "plan": shared.encode(),
             "of": len(partitions),
         }
-        offset["order"] = int(state.wanted.get("number", 0))
+        offset["replan"] = int(state.wanted.get("number", 0))
         offset["former"] = sorted(former)
         if until is not None:
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
@@ -319,7 +319,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 sink_stamps=plan.sink_stamps,
                 outcomes=plan.outcomes,
                 partitions=end["of"],
-                order=end["order"],
+                replan=end.get("replan", 0),
                 former=tuple(end.get("former", ())),
                 keep_alive=plan.keep_alive if until is None else 0.0,
                 spark_task=task,
@@ -355,7 +355,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             seen = [load for epoch, load in found.values() if epoch == start["epoch"]]
             if seen and partition in partitions:
                 loads[partition] = tuple(map(sum, zip(*seen, strict=True)))
-        if sum(map(sum, loads.values())) < _ENOUGH:  # of a few messages nothing can be told
+        if sum(map(sum, loads.values())) < _LOAD_MESSAGES_MIN:  # of a few messages nothing can be told
             loads = {}
         return make_plan(partitions, self._tasks, loads=loads, before=before, split=self._plan.split)
 

@@ -40,27 +40,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keylane.task")
 
-ANSWERS = 1.0
-"""Seconds that a task of another run has to say that it is leaving."""
+ANSWER_SECONDS = 1.0
+"""Time for an owner to say that it is leaving. After that it is fenced."""
 LEAVING_EVERY_SECONDS = 1.0
-"""Time between two claims of a live task that it is leaving."""
-_SILENCE = 3.0
-_LOOK = 0.2
-_TRIES = 3
+"""Time between two claims in which an owner says that it is leaving."""
+_SILENCE_SECONDS = 3.0
+"""An owner that was leaving and says nothing for this time is dead."""
+_LOOK_SECONDS = 0.2
+_TAKE_OVER_TRIES = 3
 
 
 def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
-    """From here on the app belongs to this run; any other one ends. Where that is written, by partition.
+    """Make this run the owner of the app: any other run ends. Returns the offset of that record, by partition.
 
     Raises TakenOverError, BrokerError.
     """
-    for again in reversed(range(_TRIES)):
+    for again in reversed(range(_TAKE_OVER_TRIES)):
         try:
             places = _take_over(settings, app, topic, partitions, run)
         except KafkaException as error:
             if is_fenced(error):
                 raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
-            if not again:  # a broker that is just aborting for another one answers with whatever it likes
+            if not again:  # while the broker aborts for another client, its errors say nothing
                 raise BrokerError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
         else:
             _taken[app, topic] = places
@@ -69,7 +70,7 @@ def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, ru
 
 
 _taken: dict[tuple[str, str], dict[int, int]] = {}
-"""Where this process has written last that an app is its own; before that, where the topic ended when it started."""
+"""The offsets of the last ``run`` records of this process, or where the topic ended when the process started."""
 
 
 def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
@@ -103,9 +104,9 @@ def remember_newest_run(cluster: Cluster, app: str, topic: str) -> None:
 
 
 def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
-    """For a process that wants to start the app again: raises TakenOverError when another one has, meanwhile.
+    """Raise TakenOverError if another process has started the app. Call it before the app is started again.
 
-    Raises BrokerError when that cannot be found out.
+    Raises BrokerError if that cannot be found out.
     """
     state = StateTopic(settings, app, topic, [0], "", since=_taken.get((app, topic)), labels=Labels(None))
     try:
@@ -194,7 +195,7 @@ class Ownership:
         began = time.monotonic()
         clean = True
         while True:
-            seen = self._state.read_through(self._writer.written, _LOOK)
+            seen = self._state.read_through(self._writer.written, _LOOK_SECONDS)
             self.check_run()
             before = self._before()
             if any(self._is_competitor(claim) for claim in before.values()):
@@ -246,7 +247,7 @@ class Ownership:
         """Whether another worker has claimed some of the slots since."""
         for partition in self._owned:
             own = self._own(partition)
-            if own is None:  # it was taken back: who did that has fenced this one
+            if own is None:  # deleted by the worker that has fenced this one
                 return True
             ownership = self._rivals(partition).values()
             if any(claim.place > own.place and not claim.leaving for claim in ownership):
@@ -254,7 +255,7 @@ class Ownership:
         return False
 
     def lost_by_now(self, cluster: Cluster) -> bool:
-        """The same, when everything was read that is committed by now. False when that cannot be found out. Blocks."""
+        """:attr:`lost`, after reading everything that is committed by now. False if that fails. Blocks."""
         try:
             ends = cluster.ends(self._state.topic, self._owned, committed=True)
             self._state.read_through({p: end - 1 for p, end in ends.items()}, REQUEST_SECONDS)
@@ -263,12 +264,12 @@ class Ownership:
         return self.lost
 
     def leads(self, partition: int) -> bool:
-        """Whether no task of this run that is there now owns lower slots of this partition: one of them all leads."""
+        """Whether no other owner of this run has lower slots of this partition. One of the owners leads."""
         first = self._owned[partition].first
         return all(claim.slots.first >= first for claim in self._beside(partition))
 
     def others(self, partition: int) -> bool:
-        """Whether other tasks of this run own other slots of this partition."""
+        """Whether other workers of this run own slots of this partition."""
         return bool(self._beside(partition))
 
     def _beside(self, partition: int) -> list[Claim]:
@@ -289,14 +290,14 @@ class Ownership:
             self._writer.put_state(partition, name, value)
 
     def release(self) -> list[StateRecord]:
-        """The records that release everything, when they are committed."""
+        """The records that release all claims when they are committed."""
         return [(partition, name, None) for partition, name, _ in self._notes()]
 
     def _own(self, partition: int) -> Claim | None:
         return self._state.owners.get(partition, {}).get(self._writer.id)
 
     def _before(self) -> dict[str, Claim]:
-        """Who claimed one of the slots before, and has not let go."""
+        """Earlier claims of any of the slots that are not released."""
         found: dict[str, Claim] = {}
         for partition in self._owned:
             own = self._own(partition)
@@ -308,7 +309,7 @@ class Ownership:
         return found
 
     def _rivals(self, partition: int) -> dict[str, Claim]:
-        """The others that have claimed slots which are this one's."""
+        """Claims of other workers that overlap this worker's slots."""
         slots = self._owned[partition]
         ownership = self._state.owners.get(partition, {})
         return {
@@ -327,14 +328,14 @@ class Ownership:
         )
 
     def _is_over(self, claim: Claim, waited: float) -> bool:
-        """Whether this owner has had its time."""
+        """Whether to fence this owner now, after having ``waited`` seconds for it."""
         if claim.run == self._run and (
             claim.epoch < 0 or self._claimant.succeeds(claim) or not _may_be_alive(claim.who)
         ):
             return True
         if claim.leaving:
-            return waited > self._patience or time.monotonic() - claim.heard > _SILENCE
-        return waited > ANSWERS
+            return waited > self._patience or time.monotonic() - claim.heard > _SILENCE_SECONDS
+        return waited > ANSWER_SECONDS
 
     def _notes(self, *, leaving: bool = False) -> list[StateRecord]:
         name = OWNER + self._writer.id.encode()

@@ -532,7 +532,7 @@ class LaneWorker:
 
     async def _watch_skew(self, engine: Engine) -> None:
         while True:
-            await asyncio.sleep(skew.EVERY)
+            await asyncio.sleep(skew.LOOK_SECONDS)
             engine.skew.look(time.monotonic())
             self.hot = engine.skew.names
 
@@ -581,7 +581,7 @@ class LaneWorker:
             with self._lock:  # unless one has attached meanwhile
                 self._deserted = self._closing = self._leaves_alone = not self._attached
             return self._deserted
-        replanned = state.wanted.get("number", 0) > plan.order
+        replanned = state.wanted.get("number", 0) > plan.replan
         if time.monotonic() < self._deadline and not replanned:
             return False
         if replanned:

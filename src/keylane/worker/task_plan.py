@@ -43,7 +43,7 @@ class TaskPlan:
     """How many partitions of the source the app reads in this epoch."""
     former: tuple[int, ...] = ()
     """Earlier partition counts of the source."""
-    order: int = 0
+    replan: int = 0
     """The number of the last replan command that the plan takes into account."""
     since: Mapping[int, int] = field(default_factory=dict)
     """Where the state topic says that the app belongs to this run, by partition."""

@@ -205,7 +205,7 @@ class TelemetryWriter:
             run=plan.run,
             epoch=plan.epoch,
             task=plan.task,
-            plan=plan.order,
+            plan=plan.replan,
             order=self._app.order.name,
             owner=self._owner,
             life=self._life,
