@@ -303,7 +303,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         plans = [
             TaskPlan(
                 run=plan.run,
-                since=plan.since,
+                since={
+                    one.partition: plan.since[one.partition] for one in ranges if one.partition in plan.since
+                },
                 epoch=end["epoch"],
                 task=task,
                 settings=plan.settings,
@@ -329,7 +331,9 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if until is not None or not plan.keep_alive or len(plans) == 1:
             return [TaskPartition(one) for one in plans]
         owners = {} if self._view is None else self._view.owners
-        whole = EpochPlan(assignment=shared, starts=starts, homes=homes(shared, owners, plan.run)).encode()
+        whole = EpochPlan(
+            assignment=shared, starts=starts, since=plan.since, homes=homes(shared, owners, plan.run)
+        ).encode()
         return [TaskPartition(one, whole) for one in plans]
 
     @wait_for_cluster

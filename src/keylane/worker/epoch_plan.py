@@ -30,25 +30,28 @@ OWNERS_ATTACH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """All parts of an epoch's plan. ``homes`` is the part of each worker that has lanes, by transactional id."""
+    """All parts of an epoch's plan.
+
+    ``starts`` and ``since`` are as in :class:`TaskPlan`, for all partitions. ``homes`` is the part of each worker that
+    has lanes, by transactional id.
+    """
 
     assignment: Assignment
     starts: Mapping[int, int]
+    since: Mapping[int, int] = field(default_factory=dict)
     homes: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """For every task of the epoch; small, because there may be thousands of tasks."""
-        starts = {str(p): offset for p, offset in self.starts.items()}
-        return zlib.compress(json.dumps([self.assignment.encode(), starts, dict(self.homes)]).encode())
+        offsets = [sorted(self.starts.items()), sorted(self.since.items())]
+        return zlib.compress(json.dumps([self.assignment.encode(), *offsets, dict(self.homes)]).encode())
 
     @classmethod
     def decode(cls, value: bytes) -> EpochPlan:
         """The reverse of :meth:`encode`."""
-        assignment, starts, homes = json.loads(zlib.decompress(value))
+        assignment, starts, since, homes = json.loads(zlib.decompress(value))
         return cls(
-            assignment=Assignment.decode(assignment),
-            starts={int(p): offset for p, offset in starts.items()},
-            homes=homes,
+            assignment=Assignment.decode(assignment), starts=dict(starts), since=dict(since), homes=homes
         )
 
     def part(self, number: int, plan: TaskPlan) -> TaskPlan:
@@ -59,6 +62,7 @@ class EpochPlan:
             task=number,
             starts={one.partition: self.starts[one.partition] for one in ranges},
             cuts={one.partition: one.slots for one in ranges if one.slots != ALL},
+            since={one.partition: self.since[one.partition] for one in ranges if one.partition in self.since},
         )
 
     def unowned(self, app: AppSpec, plan: TaskPlan, *, waited: float) -> int | None:
@@ -72,7 +76,7 @@ class EpochPlan:
             app.state,
             range(plan.partitions),
             plan.run,
-            since=plan.since,
+            since=self.since,
             labels=Labels(plan.identity),
         )
         try:

@@ -46,7 +46,7 @@ class TaskPlan:
     replan: int = 0
     """The number of the last replan command that the plan takes into account."""
     since: Mapping[int, int] = field(default_factory=dict)
-    """Where the state topic says that the app belongs to this run, by partition."""
+    """Where the state topic says that the app belongs to this run, for each of the task's partitions."""
     keep_alive: float = 0.0
     """Seconds that the lanes keep running without a Spark task; 0: they are drained at the end of the epoch."""
     spark_task: int = 0

@@ -28,6 +28,7 @@ def test_epoch_plan_survives_its_encoding(partitions: int, tasks: int, homed: in
     plan = EpochPlan(
         assignment=make_plan(range(partitions), tasks),
         starts={p: p * 10**12 for p in range(partitions)},
+        since={p: p * 1000 for p in range(partitions)},
         homes={f"app.{n}": n for n in range(homed)},
     )
     assert EpochPlan.decode(plan.encode()) == plan

@@ -67,7 +67,7 @@ class Client:
 
 
 class Model:
-    """A task that begins again after a rejection, as :class:`keylane.worker.task.Task` does."""
+    """A task that begins again after a rejection, as :class:`keylane.worker.lane_worker.LaneWorker` does."""
 
     def __init__(self, values: Sequence[tuple[bytes, bytes]], size: int) -> None:
         self.records = [
