@@ -518,7 +518,7 @@ def test_failing_every_message_stops_the_query(
     why = str(query.exception())
     assert f"app '{name}' stopped: the last 50 messages" in why
     assert "KeyError: 'amuont'. Fix the cause and start the app again" in why
-    assert f"'keylane dlq redrive {name} --all' runs the letters again" in why
+    assert f"'keylane dlq redrive {name} --all' runs the dead letters again" in why
     dead = letters(log, name)
     print(f"failure guard: {len(dead)} dead letters of 2,000 messages")  # noqa: T201 - a figure for the guarantees
     assert 0 < len(dead) <= 2 * 50

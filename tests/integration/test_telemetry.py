@@ -131,7 +131,7 @@ def test_telemetry_error_does_not_disturb_the_work(
     runner = Runner(log, name, tmp_path, app=make(name, tmp_path))
     assert len(runner.run()) == 300
     judge(sent)
-    assert "telemetry ends" in caplog.text
+    assert "telemetry stops" in caplog.text
 
 
 def test_an_app_without_telemetry_has_no_topic_for_it(log: Log, name: str, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._cluster: Cluster | None = None
         self._epoch_committer: EpochCommitter | None = None
         self._producer: Producer | None = None
+        self._warned_of_moves = False
         self._told = False  # whether a plan of this run is in the state topic
         self._view: StateTopic | None = None
         self._viewed: list[int] = []
@@ -184,6 +185,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         until = None
         former = set(state.former)
         if adopted < there:
+            self._warn_of_moves(adopted, there)
             moving = self._in_the_way(cluster, state, start, there, identity)
             if moving is None:  # nothing of the old layout is left to be done
                 former.add(adopted)
@@ -227,6 +229,18 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "ends": {str(p): end for p, end in sorted(self._ends.items())},
             "lag": sum(max(0, end - self._starts.get(p, end)) for p, end in self._ends.items()),
         }
+
+    def _warn_of_moves(self, before: int, there: int) -> None:
+        """Say once that the order of keys that move between partitions which are read already is not known."""
+        if self._plan.by_key and there % before and not self._warned_of_moves:
+            self._warned_of_moves = True
+            log.warning(
+                "%s: %d is not a multiple of %d, so keys also move between partitions that are read already. What was "
+                "not done when partitions were added may run beside newer messages of its key",
+                _grown(self._plan.topic, before, there),
+                there,
+                before,
+            )
 
     @staticmethod
     def _is_other(offset: dict[str, Any], identity: AppIdentity) -> bool:
