@@ -15,6 +15,7 @@ from keylane.errors import KeylaneError
 from keylane.kafka.client import TopicPartition
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.transactional_client import TransactionalClient
+from keylane.kafka.transactional_writer import COMMIT_SECONDS
 from simulate.cluster import broker, cpu_seconds
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _round(
     starting = time.perf_counter() - begin
     figures, stop = _Figures(), threading.Event()
     threads = [
-        threading.Thread(target=_commit, args=(client, number, interval, figures, stop))
+        threading.Thread(target=_commit, args=(client, number, interval, figures, stop), daemon=True)
         for number, client in enumerate(clients)
     ]
     node = started.nodes[0].pid
@@ -77,8 +78,9 @@ def _round(
     stop.set()
     took = time.perf_counter() - begin
     broker_cpu, own_cpu = cpu_seconds(node) - broker_before, cpu_seconds(os.getpid()) - own_before
+    deadline = time.monotonic() + COMMIT_SECONDS
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
     found = sorted(figures.seconds) or [0.0]
     return {
         "tasks": tasks,
@@ -90,6 +92,7 @@ def _round(
         "broker ms/commit": broker_cpu / len(found) * 1000,
         "client ms/commit": own_cpu / len(found) * 1000,
         "errors": len(figures.errors),
+        "hanging": sum(thread.is_alive() for thread in threads),
     }
 
 
