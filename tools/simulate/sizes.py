@@ -43,7 +43,7 @@ def measure(partitions: int, tasks: int) -> list[Row]:
     starts = {str(p): _OFFSET + p for p in range(partitions)}
     offset = {
         "epoch": 1000, "starts": starts, "source": str(_IDENTITY.source), "plan": encoded, "of": partitions,
-        "order": 0, "former": [],
+        "replan": 0, "former": [],
     }  # fmt: skip
     record = {"run": "0" * 32, "epoch": 1000, "at": time.time(), "tasks": encoded, "source": "orders"}
     text = json.dumps(offset)
@@ -53,10 +53,8 @@ def measure(partitions: int, tasks: int) -> list[Row]:
         lambda: len(Assignment.decode(json.loads(text)["plan"]).tasks) and len(text),
     )
     add("the plan's record in the state topic", lambda: len(json.dumps(record)))
-    add("all tasks' plans, pickled", lambda: _pickled(_partitions(plan, {})))
-    since = dict.fromkeys(range(partitions), _OFFSET)
-    add("  with `since` of all partitions in each", lambda: _pickled(_partitions(plan, since)))
-    add("  with the whole plan in each", lambda: _pickled(_partitions(plan, {}, shared=True)))
+    add("all tasks' plans, pickled", lambda: _pickled(_partitions(plan)))
+    add("  with the whole plan in each", lambda: _pickled(_partitions(plan, shared=True)))
     return rows
 
 
@@ -65,16 +63,17 @@ def _pickled(partitions: list[TaskPartition]) -> int:
     return sum(len(cloudpickle.dumps(one)) for one in partitions)
 
 
-def _partitions(plan: Assignment, since: dict[int, int], *, shared: bool = False) -> list[TaskPartition]:
+def _partitions(plan: Assignment, *, shared: bool = False) -> list[TaskPartition]:
+    offsets = {one.partition: _OFFSET + 7919 * one.partition for task in plan.tasks for one in task}
     plans = [
         TaskPlan(
             run="0" * 32, epoch=1000, task=number, settings=KafkaSettings("broker:9092"), identity=_IDENTITY,
-            starts={one.partition: _OFFSET for one in task}, since=since,
+            starts={one.partition: offsets[one.partition] for one in task},
+            since={one.partition: offsets[one.partition] for one in task},
             cuts={one.partition: one.slots for one in task if one.slots != ALL},
-            until=None, seconds=300.0, planned=time.time(), sink_limit=1_048_576, partitions=len(since),
+            until=None, seconds=300.0, planned=time.time(), sink_limit=1_048_576, partitions=len(offsets),
         )
         for number, task in enumerate(plan.tasks)
     ]  # fmt: skip
-    starts = dict.fromkeys((one.partition for task in plan.tasks for one in task), _OFFSET)
-    whole = EpochPlan(assignment=plan, starts=starts).encode() if shared else None
+    whole = EpochPlan(assignment=plan, starts=offsets, since=offsets).encode() if shared else None
     return [TaskPartition(one, whole) for one in plans]
