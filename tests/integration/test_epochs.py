@@ -69,7 +69,7 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     def offer() -> None:
         for at in range(30_000, len(load), 500):
             sent.extend(log.send(f"{name}.in", load[at : at + 500]))
-            time.sleep(0.2)
+            time.sleep(0.4)
 
     offering = threading.Thread(target=offer)
     offering.start()
@@ -80,7 +80,7 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     query.stop()
     assert query.exception() is None
     epochs = query.lastProgress["batchId"] + 1  # type: ignore[index]
-    assert epochs >= 5
+    assert epochs >= 6
 
     verdict = judge(sent)
     assert verdict.repeats == 0
@@ -88,7 +88,7 @@ def test_nothing_runs_twice_and_nothing_is_lost_over_many_epochs(
     # Each worker opened the resource once and closed it once, also in the one or two epochs after the stop.
     opened, closed = (tmp_path / "opened").read_text(), (tmp_path / "closed").read_text()
     assert opened == closed
-    assert 2 <= len(opened) <= 6 < 2 * (epochs - 1)
+    assert 2 <= len(opened) <= 6
 
 
 @pytest.mark.timeout(120)
