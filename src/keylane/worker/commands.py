@@ -9,12 +9,13 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from keylane.dlq.reader import NewestDeadLetters, SeenDeadLetters, read_all_dead_letters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
-from keylane.engine.redrive import RedriveItem, Redriver
+from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.errors import KeylaneError
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.offset_runs import OffsetRuns
@@ -26,10 +27,11 @@ from keylane.state.topic import REDRIVEN, VERSION, part_of
 from keylane.worker.commit import Contributor
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
+    from keylane.engine.redrive import DoneLanes, Redriver
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_writer import StateRecord
     from keylane.offsets.identity import TopicIdentity
@@ -45,6 +47,15 @@ log = logging.getLogger("keylane.task")
 _AT_ONCE = 1000
 """Letters that are redriven at once, at most: they are held in memory."""
 _AGAIN = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """The letters of one redrive, before the first of them runs."""
+
+    newest: NewestDeadLetters = field(default_factory=NewestDeadLetters)
+    last: dict[bytes | None, int] = field(default_factory=dict)
+    """The last letter of each lane."""
 
 
 class CommandExecutor(Contributor):
@@ -81,14 +92,13 @@ class CommandExecutor(Contributor):
         self._source = source
         self._commit = commit
         self._plan = plan
-        self._redriver = Redriver(engine)
+        self._rounds = RedriveRounds(engine, self._begin)
         self._redriven = dict(redriven)  # its own: the state's follows the topic, which lags behind
         self._changed: set[int] = set()  # partitions whose redriven letters are not written down
         self._pending: dict[str, Command] = {}  # to redrive, by id
         self._running: set[str] = set()  # ids of those that have begun
         self._cancels: dict[str, Command] = {}  # of those that have begun, by the id of what is cancelled
         self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
-        self._awake = asyncio.Event()
         self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
         self.redriven_versions: Callable[[], list[StateRecord]] = list
         """Records that must be in the transaction which says what letters were redriven."""
@@ -154,7 +164,7 @@ class CommandExecutor(Contributor):
         lane = self._lane(command)
         if lane is not None:
             self._engine.stopped_lanes.hold(lane)
-        self._awake.set()
+        self._rounds.look()
 
     def _cancel(self, cancel: Command, fresh: Command | None) -> None:
         """Withdraw an order: one that has just come in (``fresh``), or one to redrive that has not ended."""
@@ -172,6 +182,7 @@ class CommandExecutor(Contributor):
 
     def _cancelled(self, command: Command, cancel: Command, counts: RedriveCounts | None) -> None:
         self._pending.pop(command.id, None)
+        self._running.discard(command.id)
         lane = self._lane(command)
         if command.do == "redrive" and lane is not None and not self._is_wanted(lane):
             self._engine.stopped_lanes.withdraw(lane)
@@ -220,7 +231,7 @@ class CommandExecutor(Contributor):
         assert delivery.failure_state.letter is not None  # noqa: S101
         if delivery.outcome is not Outcome.PARKED:
             self._mark(delivery.partition, delivery.failure_state.letter)
-        self._redriver.done(delivery)
+        self._rounds.done(delivery)
 
     def collect(self, batch: CommitBatch, /) -> None:
         """Add which letters were redriven, where that has changed."""
@@ -271,59 +282,73 @@ class CommandExecutor(Contributor):
         return tuple((name.hex(), None if value is None else value.decode()) for name, value in found.items())
 
     async def run(self) -> None:
-        """For ever: redrive what is ordered. Cut off anywhere, the order stands and the next task goes on with it."""
-        while True:
-            await self._awake.wait()
-            self._awake.clear()
-            for partition in sorted({command.partition for command in self._pending.values()}):
-                commands: dict[
-                    bytes | None, Command
-                ] = {}  # one of each lane; another one of it comes after it
-                for command in self._pending.values():
-                    if command.partition == partition:
-                        commands.setdefault(command.key, command)
-                if not commands:  # all of them were cancelled
-                    continue
-                self._running = {command.id for command in commands.values()}
-                wait = 0.0
-                try:
-                    await self._redrive(partition, list(commands.values()))
-                except KeylaneError as error:
-                    log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _AGAIN)
-                    wait = _AGAIN
-                self._running = set()
-                for command_id in list(self._cancels):
-                    self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
-                await asyncio.sleep(wait)
-            if self._pending:
-                self._awake.set()
+        """For ever: redrive what is ordered. Cut off anywhere, the order stays and the next task carries it out."""
+        await self._rounds.run()
 
-    async def _redrive(self, partition: int, commands: list[Command]) -> None:
+    def _begin(self, redriver: Redriver) -> Coroutine[None, None, None] | None:
+        """The next round: orders about one partition, one of each key, whose lanes are not redriven now."""
+        busy = {self._place(self._pending[command_id]) for command_id in self._running}
+        free = [command for command in self._pending.values() if self._place(command) not in busy]
+        if not free:
+            return None
+        partition = min(command.partition for command in free)
+        commands: dict[bytes | None, Command] = {}  # another one of the same key comes after it
+        for command in free:
+            if command.partition == partition:
+                commands.setdefault(command.key, command)
+        self._running |= {command.id for command in commands.values()}
+        return self._round(redriver, partition, list(commands.values()))
+
+    def _place(self, command: Command) -> bytes | int:
+        """The lane, which letters of several partitions may share; else the partition."""
+        lane = self._lane(command)
+        return command.partition if lane is None else lane
+
+    async def _round(self, redriver: Redriver, partition: int, commands: list[Command]) -> None:
+        ids = [command.id for command in commands]
+        try:
+            await self._redrive(redriver, partition, commands)
+        except KeylaneError as error:
+            log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _AGAIN)
+            for command_id in ids:
+                if command_id in self._cancels:
+                    self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
+            await asyncio.sleep(_AGAIN)
+        self._running.difference_update(ids)
+        self._rounds.look()
+
+    async def _redrive(self, redriver: Redriver, partition: int, commands: list[Command]) -> None:
         stops = self._engine.stopped_lanes
-        keys = [lane for command in commands if (lane := self._lane(command)) is not None]
-        await self._redriver.settled(keys)
+        lanes: dict[bytes | None, list[Command]] = {}  # those that have not ended
+        for command in commands:
+            lanes.setdefault(self._lane(command), []).append(command)
+        await redriver.settled([lane for lane in lanes if lane is not None])
         if self._app.delivery == "exactly_once":  # letters may be in this task's open transaction
             await self._commit()
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
         repeats = SeenDeadLetters()
         wanted = self._wanted(partition, by_key, repeats)
-        newest: NewestDeadLetters | None = None
+        survey: _Survey | None = None
         while chunk := await asyncio.to_thread(lambda: list(islice(wanted, _AT_ONCE))):
-            if newest is None:  # the first chunk is almost always all there is
+            if survey is None:  # the first chunk is almost always all there is
                 everything = chunk if len(chunk) < _AT_ONCE else None
-                newest = await asyncio.to_thread(self._newest, partition, by_key, everything)
+                survey = await asyncio.to_thread(self._survey, partition, by_key, everything)
+                self._end(lanes, lanes.keys() - survey.last.keys(), counts)
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:
-                    self._redriver.ran_before(DeadLetterMessage(letter))
+                    redriver.ran_before(DeadLetterMessage(letter))
                     continue
                 if by_key[letter.key].id in self._cancels:
                     continue
-                if newest.replaced(letter):
+                if survey.newest.replaced(letter):
                     self._mark(partition, letter.offset)
                     continue
-                if stops.is_over(self._engine.lane_key(letter.key, partition)):
+                lane = self._engine.lane_key(letter.key, partition)
+                if lane not in lanes:  # it was let go: the second reading did not find the letter
+                    continue
+                if stops.is_over(lane):
                     counts[letter.key][Outcome.PARKED] += 1  # one before it failed again: it stays as it is
                 else:
                     found.append(
@@ -334,20 +359,45 @@ class CommandExecutor(Contributor):
                             in_source=letter.identity == self._source,
                         )
                     )
-            for delivery in await self._redriver.run(found):
-                counts[delivery.key][delivery.outcome] += 1
-        self._note_redriven()
-        for command in commands:
-            counted = RedriveCounts.of(counts[command.key])
-            if (cancel := self._cancels.pop(command.id, None)) is not None:
-                self._cancelled(command, cancel, counted)
-                continue
-            del self._pending[command.id]
-            lane = self._lane(command)
-            if lane is not None and not self._is_wanted(lane):
-                stops.let_go(lane)
-            log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
-            self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+            complete = {lane for lane, last in survey.last.items() if last <= chunk[-1].offset}
+
+            def count(done: DoneLanes, complete: Collection[bytes | None] = complete) -> None:
+                for deliveries in done.values():
+                    for delivery in deliveries:
+                        counts[delivery.key][delivery.outcome] += 1
+                self._end(lanes, done.keys() & complete, counts)
+
+            running = {self._engine.lane_key(item.record.key(), partition) for item in found}
+            self._end(lanes, complete - running, counts)
+            await redriver.run(found, count)
+        self._end(lanes, set(lanes), counts)
+
+    def _end(
+        self,
+        lanes: dict[bytes | None, list[Command]],
+        ended: Collection[bytes | None],
+        counts: Mapping[bytes | None, Counter[Outcome]],
+    ) -> None:
+        """All letters of these lanes went through: let them go at once, and answer their orders.
+
+        Others may wait until reading has come to their place, and nothing is read when held lanes fill the task.
+        """
+        over = [lane for lane in lanes if lane in ended]
+        if over:
+            self._note_redriven()
+        for lane in over:
+            for command in lanes.pop(lane):
+                counted = RedriveCounts.of(counts[command.key])
+                if (cancel := self._cancels.pop(command.id, None)) is not None:
+                    self._cancelled(command, cancel, counted)
+                    continue
+                del self._pending[command.id]
+                self._running.discard(command.id)
+                if lane is not None and not self._is_wanted(lane):
+                    self._engine.stopped_lanes.let_go(lane)
+                log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
+                self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+            self._rounds.look()
 
     def _wanted(
         self, partition: int, by_key: dict[bytes | None, Command], repeats: SeenDeadLetters
@@ -367,14 +417,14 @@ class CommandExecutor(Contributor):
             elif chosen:
                 yield letter
 
-    def _newest(
+    def _survey(
         self, partition: int, by_key: dict[bytes | None, Command], letters: Iterable[DeadLetter] | None
-    ) -> NewestDeadLetters:
-        """Which of these letters are the newest of their messages; None: too many for memory, so they are read again.
+    ) -> _Survey:
+        """Of these letters; None: they are too many for memory, and are read again.
 
         A letter that the order leaves out replaces none, unless it was redriven.
         """
-        newest = NewestDeadLetters()
+        survey = _Survey()
         if letters is None:
             redriven = self._redriven[partition]
             letters = (
@@ -383,8 +433,9 @@ class CommandExecutor(Contributor):
                 if chosen or letter.offset in redriven
             )
         for letter in letters:
-            newest.add(letter)
-        return newest
+            survey.newest.add(letter)
+            survey.last[self._engine.lane_key(letter.key, partition)] = letter.offset
+        return survey
 
     def _letters(
         self, partition: int, by_key: dict[bytes | None, Command]

@@ -544,7 +544,9 @@ def test_a_letter_runs_when_it_is_redriven_though_its_message_waits_as_a_duplica
         engine.stopped_lanes.hold(b"a")
         sent = records(b"1", b"1")
         engine.accept(sent)
-        redriving = asyncio.create_task(redriver.run([RedriveItem(letter=0, record=sent[1], redrives=0)]))
+        redriving = asyncio.create_task(
+            redriver.run([RedriveItem(letter=0, record=sent[1], redrives=0)], lambda _lanes: None)
+        )
         await asyncio.sleep(1)
         letter = done[-1]
         assert letter.redriven

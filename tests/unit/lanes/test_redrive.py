@@ -138,6 +138,27 @@ def test_only_the_newest_letter_of_a_message_runs(seed: int) -> None:
     result.verdict.raise_if_bad()
 
 
+@pytest.mark.parametrize("also", [5.0, 5.1])
+def test_a_redrive_does_not_fill_the_task_with_held_lanes(also: float) -> None:
+    """After the crash its second letter waits until reading has come to it, behind messages of two other lanes."""
+    app = App("a", source="in", sink="out", on_failure="park", commit_interval=100, max_buffered=2)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"1" and asyncio.get_running_loop().time() < 1:
+            raise Poison("the cause is not removed yet")
+        return bytes(msg.value)
+
+    faults: list[Fault] = [Crash(at=5), Redrive(at=5, key=b"k")]
+    faults += [Redrive(at=also, key=b"x"), Redrive(at=also, key=b"y")]
+    run = Harness(app, partitions=1, faults=faults, reading=0.5, limit=100)
+    for key, value in ((b"k", b"1"), (b"x", b"x"), (b"y", b"y"), (b"k", b"2"), (b"k", b"3")):
+        run.send(key=key, value=value)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert [each.value for each in result.results if each.key == b"k"] == [b"1", b"2", b"3"]
+
+
 # -- with an engine ------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +226,7 @@ def plain(**options: Any) -> App:
 async def redrive(made: Bench, *found: RedriveItem) -> None:
     made.engine.stopped_lanes.hold(b"k")
     await made.redriver.settled([b"k"])
-    await made.redriver.run(found)
+    await made.redriver.run(found, lambda _lanes: None)
     made.engine.stopped_lanes.let_go(b"k")
 
 

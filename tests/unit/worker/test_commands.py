@@ -173,3 +173,43 @@ def redrive(before: OffsetRuns, lanes: list[LaneRecord] | None = None) -> list[b
 
     run_virtual(main(), start=0.0, limit=100.0)
     return ran
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_lane_is_let_go_while_another_waits_for_reading(
+    monkeypatch: pytest.MonkeyPatch, later: float
+) -> None:
+    """Held lanes fill the task, and then nothing would be read: neither in one round nor with a later order."""
+    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter([parked(5, b"1")]))
+    app = App("app", source="in", sink="out", on_failure="park")
+    read_to = 0
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        return bytes(msg.value)
+
+    async def main() -> None:
+        nonlocal read_to
+        sink = MemorySink(app.spec, MemoryLog(partitions=1), rng=Random(1), latency=(0.001, 0.001))
+
+        def on_done(deliveries: list[Delivery]) -> None:
+            for delivery in deliveries:
+                made.done(delivery)
+
+        async with open_pipeline(app.spec) as steps:
+            engine = real.Engine(app.spec, steps, sink, on_done=on_done, read_to=lambda _partition: read_to)
+            made = executor(sink, engine, {0: OffsetRuns()})
+            job = asyncio.create_task(made.run())
+            made.take([new_command("redrive", partition=0, key=b"k")])
+            await asyncio.sleep(later)
+            made.take([new_command("redrive", partition=0, key=b"x")])
+            await asyncio.sleep(5)
+            assert list(engine.stopped_lanes.held) == [b"k"]
+            read_to = 6
+            await asyncio.sleep(5)
+            assert made.idle
+            assert not engine.stopped_lanes.held
+            job.cancel()
+            await engine.drain(1.0)
+
+    run_virtual(main(), start=0.0, limit=100.0)
