@@ -116,7 +116,7 @@ class StoppedLanes:
                     self._lanes.stop(lane)
                     self._insert(key, due)
                     return False
-                if not redrive.may_pass:
+                if not redrive.may_pass and (delivery.partition, delivery.offset) not in self._repeats:
                     self._kept_back.add(key)
                     self._lanes.stop(lane)
                     return False

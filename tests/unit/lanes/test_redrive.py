@@ -249,6 +249,26 @@ def test_a_letter_waits_until_reading_has_come_to_its_place() -> None:
     ]
 
 
+def test_a_message_is_passed_over_as_soon_as_its_letter_ran() -> None:
+    """Not only when its lane is let go: a crash between the two would run it a second time."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        records = made.append(b"0", b"1")
+        made.engine.stopped_lanes.hold(b"k")
+        await made.redriver.settled([b"k"])
+        made.accept(records)
+        await made.redriver.run([RedriveItem(letter=9, record=records[0], redrives=0)], lambda _lanes: None)
+        await asyncio.sleep(0.1)
+        assert [(each.offset, each.outcome) for each in made.done] == [
+            (0, Outcome.OK),
+            (0, Outcome.DUPLICATE),
+        ]
+        made.engine.stopped_lanes.let_go(b"k")
+        await made.engine.finish()
+
+    assert [each.value for each in bench(plain(), scenario)] == [b"0", b"0", b"1"]
+
+
 def test_another_message_at_the_offset_of_a_letter_runs() -> None:
     """The source was deleted and created again since the letter was written."""
 
