@@ -269,6 +269,19 @@ def test_a_message_is_passed_over_as_soon_as_its_letter_ran() -> None:
     assert [each.value for each in bench(plain(), scenario)] == [b"0", b"0", b"1"]
 
 
+def test_an_ended_engine_sends_no_refused_letter_again() -> None:
+    """The answer may come when the engine has ended. The message runs again, in a task that writes its own letter."""
+    called: list[float] = []
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        await made.engine.drain(0.1)
+        made.engine.clock.after(5.0, lambda: called.append(asyncio.get_running_loop().time()))
+        await asyncio.sleep(10)
+
+    bench(plain(), scenario)
+    assert called == []
+
+
 def test_another_message_at_the_offset_of_a_letter_runs() -> None:
     """The source was deleted and created again since the letter was written."""
 
