@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.task")
 
 _AT_ONCE = 1000
-"""Letters that are redriven at once, at most: they are held in memory."""
+"""Letters that one round redrives at once, at most: they are held in memory."""
 _AGAIN = 5.0
 
 
