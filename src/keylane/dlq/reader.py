@@ -51,8 +51,7 @@ class SeenDeadLetters:
 
     def seen(self, letter: DeadLetter) -> bool:
         """Whether this is a copy of a dead letter that was given before."""
-        source = letter.topic, letter.source_partition, letter.source_offset
-        return not self._seen.add(*source, letter.redrives, letter.kind.value)
+        return not self._seen.add(*_message(letter), letter.redrives, letter.kind.value)
 
 
 class NewestDeadLetters:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -323,6 +323,14 @@ def test_a_repeat_is_the_same_message_redriven_as_often_with_the_same_fate() -> 
     assert not repeats.seen(letter(headers(redrives=1), offset=19))
     assert repeats.seen(letter(headers(redrives=1), offset=20))
     assert not repeats.seen(letter(headers(DeadLetterKind.ARCHIVED), offset=21))
+
+
+def test_a_letter_of_a_recreated_topic_is_no_repeat() -> None:
+    """Its message has the offset, but is another one: as a repeat it would count as redriven and never run."""
+    repeats = SeenDeadLetters()
+    former = letter(headers())
+    assert not repeats.seen(former)
+    assert not repeats.seen(replace(former, topic_id="id-2", offset=18))
 
 
 # -- reading the topic ---------------------------------------------------------------------------------------------
