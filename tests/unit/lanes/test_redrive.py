@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keylane import App, Message, Poison, Retry, Transient
+from keylane.engine.delivery import FailureState
 from keylane.engine.engine import Engine
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.engine.stages import open_pipeline
@@ -280,6 +281,30 @@ def test_an_ended_engine_sends_no_refused_letter_again() -> None:
 
     bench(plain(), scenario)
     assert called == []
+
+
+def test_a_message_in_front_of_letters_is_not_kept_back() -> None:
+    """Version ordering puts a message there when the letters behind it wait for its version."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        first, second = made.append(b"0", b"1")
+        engine = made.engine
+        engine.stopped_lanes.hold(b"k")
+        made.accept([first])
+        await asyncio.sleep(0.1)
+        assert made.done == []
+        letter = engine.make(second)
+        letter.failure_state = FailureState()
+        letter.failure_state.letter = 9
+        engine.stopped_lanes.held[b"k"].give([])
+        engine.table.arrive(b"k", letter)
+        engine.counters.accepted += 1
+        engine._lanes.resume(engine.table.lanes[b"k"])
+        await asyncio.sleep(0.1)
+        assert [each.value for each in made.done] == [b"0", b"1"]
+        engine.stopped_lanes.let_go(b"k")
+
+    bench(plain(), scenario)
 
 
 def test_another_message_at_the_offset_of_a_letter_runs() -> None:
