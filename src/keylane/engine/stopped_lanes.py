@@ -117,7 +117,7 @@ class StoppedLanes:
                     self._lanes.stop(lane)
                     self._insert(key, due)
                     return False
-                if not redrive.may_pass:
+                if not (redrive.may_pass or self._need_not_wait(delivery)):
                     self._kept_back.add(key)
                     self._lanes.stop(lane)
                     return False
@@ -173,6 +173,18 @@ class StoppedLanes:
             self._at[name] = lane
             self._lanes.stop(lane)
         return False
+
+    def _need_not_wait(self, delivery: Delivery) -> bool:
+        """Whether a head from the log does not wait for letters: its own one ran, or there are letters behind it.
+
+        Letters are in front of it, unless version ordering has put it before them because they wait for its version.
+        """
+        if (delivery.partition, delivery.offset) in self._repeats:
+            return True
+        behind = delivery.next
+        while behind is not None and not behind.redriven:
+            behind = behind.next
+        return behind is not None
 
     def _leave(self, lane: Lane[Delivery], letter: Delivery) -> None:
         """Leave the letter a dead letter: its lane stopped again before its turn."""

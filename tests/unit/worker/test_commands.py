@@ -219,3 +219,45 @@ def test_letters_of_a_former_source_run_first(monkeypatch: pytest.MonkeyPatch) -
     ]
     letters = [replace(letter, value=letter.headers[0][1]) for letter in letters]
     assert redrive(monkeypatch, letters, named=[0, 1, 2]) == [b"old 7", b"new 1", b"new 7"]
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_redrive_ends_while_another_waits_for_reading(
+    monkeypatch: pytest.MonkeyPatch, later: float
+) -> None:
+    """Waiting lanes fill the task, and then nothing would be read: neither in one round nor with a later command."""
+    letter = parked(5, b"1")
+    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter([letter]))
+    monkeypatch.setattr(commands, "read_dead_letters_at", lambda *_: [letter])
+    app = App("app", source="in", sink="out", on_failure="park")
+    read_to = 0
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        return bytes(msg.value)
+
+    async def main() -> None:
+        nonlocal read_to
+        sink = MemorySink(app.spec, MemoryLog(partitions=1), rng=Random(1), latency=(0.001, 0.001))
+
+        def on_done(deliveries: list[Delivery]) -> None:
+            for delivery in deliveries:
+                made.done(delivery)
+
+        async with open_pipeline(app.spec) as steps:
+            engine = real.Engine(app.spec, steps, sink, on_done=on_done, read_to=lambda _partition: read_to)
+            made = executor(sink, engine, {0: OffsetRuns()})
+            job = asyncio.create_task(made.run())
+            made.take([new_command("redrive", partition=0, key=b"k")])
+            await asyncio.sleep(later)
+            made.take([new_command("redrive", partition=0, key=b"x")])
+            await asyncio.sleep(5)
+            assert list(engine.stopped_lanes.redriving) == [b"k"]
+            read_to = 6
+            await asyncio.sleep(5)
+            assert made.idle
+            assert not engine.stopped_lanes.redriving
+            job.cancel()
+            await engine.drain(1.0)
+
+    run_virtual(main(), start=0.0, limit=100.0)
