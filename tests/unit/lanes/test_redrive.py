@@ -15,9 +15,11 @@ from keylane.engine.delivery import FailureState
 from keylane.engine.engine import Engine
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.engine.stages import open_pipeline
+from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.lanes.redrive import LaneRedrive, RedriveState
 from keylane.offsets.watermark import PartitionProgress
 from keylane.outcome import Outcome
+from keylane.policies.failure_info import FailureInfo
 from keylane.testing import Crash, Harness, Redrive, Refuse
 from keylane.testing.clock import run_virtual
 from keylane.testing.log import MemoryLog
@@ -163,6 +165,16 @@ def test_a_redrive_does_not_fill_the_task_with_waiting_lanes(also: float) -> Non
 # -- with an engine ------------------------------------------------------------------------------------------------
 
 
+PARKED = LaneRecord(
+    stop=LaneStatus.PARKED,
+    key=b"k",
+    partition=0,
+    offset=0,
+    since=0.0,
+    letter=FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0),
+)
+
+
 class Bench:
     """An engine, and how far its log was read."""
 
@@ -305,6 +317,29 @@ def test_a_message_in_front_of_letters_is_not_kept_back() -> None:
         engine.stopped_lanes.end_redrive(b"k")
 
     bench(plain(), scenario)
+
+
+@pytest.mark.parametrize("later", [0.0, 0.01])
+def test_redrive_begins_while_the_one_before_it_is_recorded(later: float) -> None:
+    """The record of a parked lane is being removed: what follows must not end the newer redrive."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        stopped_lanes = made.engine.stopped_lanes
+        stopped_lanes.restore([PARKED])
+        old, new = made.append(b"0", b"1")
+        stopped_lanes.begin_redrive(b"k")
+        await made.redriver.wait_until_quiet([b"k"])
+        stopped_lanes.end_redrive(b"k")
+        made.accept([new])
+        stopped_lanes.begin_redrive(b"k")
+        await asyncio.sleep(later)
+        await made.redriver.wait_until_quiet([b"k"])
+        await asyncio.sleep(0.01)
+        await made.redriver.run([RedriveItem(letter=9, record=old, redrives=0)], lambda _lanes: None)
+        stopped_lanes.end_redrive(b"k")
+        await made.engine.finish()
+
+    assert [each.value for each in bench(plain(on_failure="park"), scenario)] == [b"0", b"1"]
 
 
 def test_another_message_at_the_offset_of_a_letter_runs() -> None:
