@@ -334,8 +334,14 @@ class CommandExecutor(Contributor):
             await self._commit()
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
-        repeats = SeenDeadLetters()
-        in_order = await asyncio.to_thread(self._in_source_order, self._wanted(partition, by_key, repeats))
+        copies = OffsetRuns()
+        before = self._redriven.setdefault(partition, OffsetRuns()).union(OffsetRuns())
+        # The thread gets a copy, because other rounds may change the original meanwhile.
+        wanted = self._wanted(partition, by_key, before, copies)
+        in_order = await asyncio.to_thread(self._in_source_order, wanted)
+        if len(copies):
+            self._redriven[partition] = self._redriven[partition].union(copies)
+            self._changed.add(partition)
         self._end(lanes, lanes.keys() - in_order.last.keys(), counts)
         while rows := await asyncio.to_thread(in_order.rows.take, _REDRIVEN_AT_ONCE_MESSAGES):
             positions = [position for *_, position in rows]
@@ -422,20 +428,24 @@ class CommandExecutor(Contributor):
         return found
 
     def _wanted(
-        self, partition: int, by_key: dict[bytes | None, Command], repeats: SeenDeadLetters
+        self,
+        partition: int,
+        by_key: dict[bytes | None, Command],
+        redriven: OffsetRuns,
+        copies: OffsetRuns,
     ) -> Iterator[DeadLetter]:
         """Yield the letters to redrive, and those redriven before: messages with their ids need not run again.
 
-        A copy of a letter, redriven or not, counts as the same letter.
+        A copy of a letter, redriven or not, counts as the same letter. Those not redriven are added to ``copies``.
         """
-        redriven = self._redriven.setdefault(partition, OffsetRuns())
+        repeats = SeenDeadLetters()
         for letter, chosen in self._letters(partition, by_key):
             seen = repeats.seen(letter)
             if letter.offset in redriven:
                 if not seen:
                     yield letter
             elif chosen and seen:
-                self._mark(partition, letter.offset)
+                copies.add(letter.offset)
             elif chosen:
                 yield letter
 

@@ -145,8 +145,12 @@ def redrive(
     before: OffsetRuns | None = None,
     lanes: tuple[LaneRecord, ...] = (PARKED,),
     named: list[int] | None = None,
+    marked: OffsetRuns | None = None,
 ) -> list[bytes]:
-    """Redrive lane k of an app that parks, which is parked; the values of what ran, in their order."""
+    """Redrive lane k of an app that parks, which is parked; the values of what ran, in their order.
+
+    Those that are recorded as redriven are added to ``marked``.
+    """
     at = {letter.offset: letter for letter in letters}
     monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
     monkeypatch.setattr(commands, "read_dead_letters_at", lambda *given: [at[each] for each in given[-1]])
@@ -176,6 +180,11 @@ def redrive(
                 await asyncio.sleep(0.01)
             job.cancel()
             await engine.drain(1.0)
+            if marked is not None:
+                found = OffsetRuns.decode(made.redriven(0).encode())
+                for letter in letters:
+                    if letter.offset in found:
+                        marked.add(letter.offset)
 
     run_virtual(main(), start=0.0, limit=100.0)
     return ran
@@ -199,6 +208,13 @@ def test_a_letter_with_a_newer_one_does_not_run(monkeypatch: pytest.MonkeyPatch,
     ]
     monkeypatch.setattr(commands, "_REDRIVEN_AT_ONCE_MESSAGES", at_once)
     assert redrive(monkeypatch, letters, lanes=()) == [b"5", b"7"]
+
+
+def test_copies_of_a_letter_count_as_redriven(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [parked(0, b"1"), parked(0, b"1", position=1), parked(1, b"2", position=2)]
+    marked = OffsetRuns()
+    assert redrive(monkeypatch, letters, marked=marked) == [b"0", b"1"]
+    assert marked == OffsetRuns([0, 1, 2])
 
 
 def test_a_late_letter_runs_before_newer_ones_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
