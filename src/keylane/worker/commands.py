@@ -359,10 +359,8 @@ class CommandExecutor(Contributor):
                     self._mark(partition, letter.offset)
                     continue
                 lane = self._engine.lane_key(letter.key, partition)
-                if stops.is_over(lane):
-                    counts[letter.key][Outcome.PARKED] += (
-                        1  # an earlier one failed again: this one stays a dead letter
-                    )
+                if stops.is_over(lane):  # an earlier one failed again: this one stays a dead letter
+                    counts[letter.key][Outcome.PARKED] += 1
                 else:
                     found.append(
                         RedriveItem(
