@@ -55,8 +55,7 @@ class SeenDeadLetters:
 
     def seen(self, letter: DeadLetter) -> bool:
         """Whether this is a copy of a dead letter that was given before."""
-        message = str(letter.identity), letter.source_partition, letter.source_offset
-        return not self._seen.add(*message, letter.redrives, letter.kind.value)
+        return not self._seen.add(*_message(letter), letter.redrives, letter.kind.value)
 
 
 class NewestDeadLetters:

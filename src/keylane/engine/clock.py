@@ -16,6 +16,7 @@ class Clock:
         self.now = loop.time  # seconds on the loop's clock
         self.wall = wall
         self._loop = loop
+        self._closed = False
         self._delayed: set[asyncio.TimerHandle] = set()  # written by after(): calls that are due later
 
     @property
@@ -34,10 +35,13 @@ class Clock:
             self._delayed.discard(timer)
             call()
 
+        if self._closed:
+            return
         timer = self._loop.call_later(seconds, due)
         self._delayed.add(timer)
 
     def close(self) -> None:
-        """Cancel the calls of :meth:`after`."""
+        """Cancel the calls of :meth:`after`, and take no more."""
+        self._closed = True
         for timer in self._delayed:
             timer.cancel()

@@ -137,11 +137,14 @@ class Duplicates:
             self._redriven[letter.partition].add(*known, letter.offset, letter.timestamp)
 
     def was_redriven(self, letter: Message) -> bool:
-        """Whether a redriven letter that this one repeats has succeeded before."""
+        """Whether a redriven letter that this one repeats has succeeded before. Then others may repeat this one."""
         if (known := self._known(letter)) is None:
             return False
         window = self._redriven[letter.partition]
-        return window.repeated(*known, letter.offset, letter.timestamp) is not None
+        if window.repeated(*known, letter.offset, letter.timestamp) is None:
+            return False
+        window.add(*known, letter.offset, letter.timestamp)
+        return True
 
     def _known(self, message: Message) -> tuple[bytes, bytes] | None:
         """The message's key and event id; None if it has none, or without a rule."""

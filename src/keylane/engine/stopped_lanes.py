@@ -73,6 +73,7 @@ class StoppedLanes:
         self.records: dict[Name, LaneRecord] = {}
         self._others: dict[Name, dict[int, LaneRecord]] = {}  # of a key that is blocked in several partitions
         self.redriving: dict[bytes, LaneRedrive[Delivery]] = {}  # lanes that are being redriven
+        self._ending: dict[bytes, LaneRedrive[Delivery] | None] = {}  # ended, and that is not durable yet
         self.on_redriven: Callable[[bytes], None] = lambda _key: None  # written by the engine, once
         self._output = output
         self._lanes = lanes
@@ -117,7 +118,7 @@ class StoppedLanes:
                     self._lanes.stop(lane)
                     self._insert(key, due)
                     return False
-                if not redrive.may_pass:
+                if not (redrive.may_pass or self._need_not_wait(delivery)):
                     self._kept_back.add(key)
                     self._lanes.stop(lane)
                     return False
@@ -173,6 +174,18 @@ class StoppedLanes:
             self._at[name] = lane
             self._lanes.stop(lane)
         return False
+
+    def _need_not_wait(self, delivery: Delivery) -> bool:
+        """Whether a head from the log does not wait for letters: its own one ran, or there are letters behind it.
+
+        Letters are in front of it, unless version ordering has put it before them because they wait for its version.
+        """
+        if (delivery.partition, delivery.offset) in self._repeats:
+            return True
+        behind = delivery.next
+        while behind is not None and not behind.redriven:
+            behind = behind.next
+        return behind is not None
 
     def _leave(self, lane: Lane[Delivery], letter: Delivery) -> None:
         """Leave the letter a dead letter: its lane stopped again before its turn."""
@@ -446,7 +459,7 @@ class StoppedLanes:
 
     def begin_redrive(self, key: bytes) -> None:
         """Make newer messages of this lane wait; none starts before the lane's letters are known."""
-        if key not in self.redriving:
+        if key not in self.redriving or self._ending.get(key) is self.redriving[key]:
             self.restart_redrive(key)
 
     def restart_redrive(self, key: bytes) -> None:
@@ -454,9 +467,9 @@ class StoppedLanes:
         self.redriving[key] = LaneRedrive(parked=self._parked_record(key) is not None)
 
     def is_quiet(self, key: bytes) -> bool:
-        """True if nothing of this lane runs or is becoming a dead letter."""
+        """True if nothing of this lane runs, is becoming a dead letter, or is being recorded."""
         lane = self._lanes.get(key)
-        if key in self._parking:
+        if key in self._parking or key in self._ending:
             return False
         return lane is None or (lane.first is lane.head and lane.state is not LaneState.RUNNING)
 
@@ -569,13 +582,18 @@ class StoppedLanes:
 
     def end_redrive(self, key: bytes) -> None:
         """End the redrive of this lane. A parked lane is no longer parked, unless it was parked again."""
-        record = self._parked_record(key)
+        record, recording = self._parked_record(key), key in self._ending
+        self._ending[key] = self.redriving.get(key)
 
         def recorded(_problem: str | None) -> None:
+            if self._ending.pop(key) is not self.redriving.get(key):  # another one has begun
+                return
             self.redriving.pop(key, None)
             self._resume(key)
             self.on_redriven(key)
 
+        if recording:
+            return
         if self.is_parked(key) and record is not None:
             self.redriving[key].parked = False
             self._set(record)

@@ -320,6 +320,8 @@ class Harness:
                 await asyncio.gather(*jobs, return_exceptions=True)
                 # 0 seconds cancel everything that runs
                 await asyncio.gather(*(task.engine.drain(drain_timeout) for task in tasks))
+            if drain_timeout:
+                await asyncio.gather(*(task.output.letters_answered() for task in tasks))
             for task in reversed(tasks):  # the one that commits the group's offset comes last
                 if drain_timeout:
                     await task.commit()

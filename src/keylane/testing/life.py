@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from keylane.engine.engine import Engine
-from keylane.engine.redrive import RedriveItem, Redriver
+from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.engine.version_store import Moves
 from keylane.lanes.lane_record import KEYLESS, LANE, LaneStatus, decode_lane
 from keylane.offsets.range_progress import RangeWatermark
@@ -16,9 +16,10 @@ from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.redrive import Redriver
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord
     from keylane.message import Record
@@ -83,11 +84,11 @@ class TaskLife:
         )
         self.clerk = CommandClerk(self, app, world)
         redrives = self._redrives()
-        held = [self.engine.lane_key(key, partition) for partition, key in redrives]
+        redriving = [self.engine.lane_key(key, partition) for partition, key in redrives]
         self.engine.restore(
             world.durable.kept(self.parts.values()),
             self._lanes(),
-            [lane for lane in held if lane is not None],
+            [lane for lane in redriving if lane is not None],
         )
         for (partition, key), number in redrives.items():
             self.clerk.take(partition, key, number)
@@ -265,19 +266,21 @@ class CommandClerk:
         self._life = life
         self._app = app
         self._world = world
-        self._redriver = Redriver(life.engine)
+        self._rounds = RedriveRounds(life.engine, self._begin)
+        self.run = self._rounds.run
         self._commands: dict[tuple[int, bytes], bytes] = {}
-        self._awake, self._at_rest = asyncio.Event(), asyncio.Event()
+        self._running: set[tuple[int, bytes]] = set()
+        self._at_rest = asyncio.Event()
         self._at_rest.set()
 
     def take(self, partition: int, key: bytes, number: bytes) -> None:
-        """Begin a redrive."""
+        """Begin a redrive. The command stays recorded until it was carried out, so the next task continues it."""
         self._commands[partition, key] = number
         lane = self._life.engine.lane_key(key, partition)
         if lane is not None:
             self._life.engine.stopped_lanes.begin_redrive(lane)
         self._at_rest.clear()
-        self._awake.set()
+        self._rounds.look()
 
     @property
     def idle(self) -> bool:
@@ -292,27 +295,30 @@ class CommandClerk:
         """Note that a redriven message is done."""
         if delivery.outcome is not Outcome.PARKED:
             self.redriven.add(delivery.failure_state.letter)  # type: ignore[union-attr,arg-type]  # it has a letter
-        self._redriver.done(delivery)
+        self._rounds.done(delivery)
 
-    async def run(self) -> None:
-        """Carry out redrives until cancelled. The command stays recorded, so the next task continues it."""
-        while True:
-            await self._awake.wait()
-            self._awake.clear()
-            by_partition: dict[int, dict[bytes, bytes]] = {}
-            for (partition, key), number in self._commands.items():
-                by_partition.setdefault(partition, {})[key] = number
-            for partition, commands in by_partition.items():
-                await self._redrive(partition, commands)
-            if not self._commands:
-                self._at_rest.set()
+    def _begin(self, redriver: Redriver) -> Coroutine[None, None, None] | None:
+        """The next round: commands of one partition whose lanes are not redriven now."""
+        busy = {self._place(*name) for name in self._running}
+        names = [name for name in self._commands if self._place(*name) not in busy]
+        if not names:
+            return None
+        partition = names[0][0]
+        commands = {name[1]: self._commands[name] for name in names if name[0] == partition}
+        self._running |= {(partition, key) for key in commands}
+        return self._redrive(redriver, partition, commands)
 
-    async def _redrive(self, partition: int, commands: dict[bytes, bytes]) -> None:
+    def _place(self, partition: int, key: bytes) -> bytes | int:
+        """The lane, which letters of several partitions may share; else the partition."""
+        lane = self._life.engine.lane_key(key, partition)
+        return partition if lane is None else lane
+
+    async def _redrive(self, redriver: Redriver, partition: int, commands: dict[bytes, bytes]) -> None:
         engine, world = self._life.engine, self._world
         stops = engine.stopped_lanes
         lane_of = partial(engine.lane_key, partition=partition)
         keys = [lane for key in commands if (lane := lane_of(key)) is not None]
-        await self._redriver.wait_until_quiet(keys)
+        await redriver.wait_until_quiet(keys)
         if self._app.delivery == "exactly_once":
             await self._life.commit()  # dead letters are visible when their transaction is committed
         letters = list(world.sink.dead_letters)
@@ -320,20 +326,35 @@ class CommandClerk:
             await asyncio.sleep(world.rng.uniform(*world.reading))
         found = [
             letter
-            for letter in self._wanted(letters, partition, commands)
+            for letter in self._wanted(redriver, letters, partition, commands)
             if not stops.is_over(lane_of(letter.record.key()))
         ]
-        await self._redriver.run(found)
-        self._life.write_down()  # before the command is deleted
-        for key, number in commands.items():
-            if self._commands.get((partition, key)) == number:
-                del self._commands[partition, key]
-                lane = lane_of(key)
-                if lane is not None and lane not in (lane_of(other) for _, other in self._commands):
-                    stops.end_redrive(lane)
-                self._life.output.delete(partition, REDRIVE + key, number)
+        with_letters = {lane_of(letter.record.key()) for letter in found}
+        self._end(partition, commands, {lane_of(key) for key in commands} - with_letters)
+        await redriver.run(found, lambda lanes: self._end(partition, commands, lanes))
 
-    def _wanted(self, letters: list[Dead], partition: int, keys: dict[bytes, bytes]) -> list[RedriveItem]:
+    def _end(self, partition: int, commands: dict[bytes, bytes], lanes: Collection[bytes | None]) -> None:
+        """All letters of these lanes are done: end their redrives, and their commands unless they were given again."""
+        self._life.write_down()  # before the commands are deleted
+        engine = self._life.engine
+        ended = {key: lane for key in commands if (lane := engine.lane_key(key, partition)) in lanes}
+        for key in ended:
+            self._running.discard((partition, key))
+            if self._commands.get((partition, key)) == commands[key]:
+                del self._commands[partition, key]
+        wanted = {self._place(*name) for name in self._commands}
+        for lane in dict.fromkeys(ended.values()):
+            if lane is not None and lane not in wanted:
+                engine.stopped_lanes.end_redrive(lane)
+        for key in ended:
+            self._life.output.delete(partition, REDRIVE + key, commands[key])
+        if not self._commands:
+            self._at_rest.set()
+        self._rounds.look()
+
+    def _wanted(
+        self, redriver: Redriver, letters: list[Dead], partition: int, keys: dict[bytes, bytes]
+    ) -> list[RedriveItem]:
         """The dead letters to redrive. A repeated dead letter counts once, and of a message only the newest one."""
         found = []
         repeats: set[tuple[int, int, str]] = set()
@@ -352,7 +373,7 @@ class CommandClerk:
             record = self._world.log.records(self._app.source, partition, start=dead.offset)[0]
             if place in self.redriven or place in self._world.durable.redriven:
                 if not seen:  # a dead letter with the same event id may still be there
-                    self._redriver.ran_before(record)
+                    redriver.ran_before(record)
                 continue
             if seen or dead.redrives < newest[dead.offset]:
                 self.redriven.add(place)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keylane.dlq.disk_table import DiskSorter
@@ -19,7 +20,7 @@ from keylane.dlq.reader import (
     read_dead_letters_at,
 )
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
-from keylane.engine.redrive import RedriveItem, Redriver
+from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.errors import KeylaneError
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.offset_runs import OffsetRuns
@@ -31,10 +32,11 @@ from keylane.state.topic import REDRIVEN, VERSION, part_of
 from keylane.worker.commit import Contributor
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 
     from keylane.engine.delivery import Delivery
     from keylane.engine.engine import Engine
+    from keylane.engine.redrive import DoneLanes, Redriver
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_writer import StateRecord
     from keylane.offsets.identity import TopicIdentity
@@ -48,8 +50,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("keylane.task")
 
 _REDRIVEN_AT_ONCE_MESSAGES = 1000
-"""Dead letters redriven at once, at most: they are held in memory."""
+"""Dead letters that one round redrives at once, at most: they are in memory."""
 _RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _InSourceOrder:
+    """The letters of one redrive, before the first of them runs."""
+
+    rows: DiskSorter = field(default_factory=DiskSorter)
+    """Whether the letter's message is in the current source, its offset there, and the letter's position."""
+    last: dict[bytes | None, tuple[int, int, int]] = field(default_factory=dict)
+    """The last row of each lane."""
+    newest: NewestDeadLetters = field(default_factory=NewestDeadLetters)
 
 
 class CommandExecutor(Contributor):
@@ -86,14 +99,13 @@ class CommandExecutor(Contributor):
         self._source = source
         self._commit = commit
         self._plan = plan
-        self._redriver = Redriver(engine)
+        self._rounds = RedriveRounds(engine, self._begin)
         self._redriven = dict(redriven)  # a copy: the state's own follows the topic, which lags behind
         self._changed: set[int] = set()  # partitions whose redriven letters are not recorded yet
         self._pending: dict[str, Command] = {}  # redrives by id
         self._running: set[str] = set()  # ids of redrives that have begun
         self._cancels: dict[str, Command] = {}  # cancels of running redrives, by the id of the redrive
         self._answers: dict[int, dict[bytes, bytes | None]] = {}  # with commit="epoch", by partition and name
-        self._awake = asyncio.Event()
         self._collected: set[int] = set()  # partitions whose redriven letters are in the batch
         self.redriven_versions: Callable[[], list[StateRecord]] = list
         """Returns records for the transaction that records redriven letters."""
@@ -159,7 +171,7 @@ class CommandExecutor(Contributor):
         lane = self._lane(command)
         if lane is not None:
             self._engine.stopped_lanes.begin_redrive(lane)
-        self._awake.set()
+        self._rounds.look()
 
     def _cancel(self, cancel: Command, fresh: Command | None) -> None:
         """Withdraw a command: one that has just come in (``fresh``), or a redrive that has not ended."""
@@ -177,6 +189,7 @@ class CommandExecutor(Contributor):
 
     def _cancelled(self, command: Command, cancel: Command, counts: RedriveCounts | None) -> None:
         self._pending.pop(command.id, None)
+        self._running.discard(command.id)
         lane = self._lane(command)
         if command.do == "redrive" and lane is not None and not self._is_wanted(lane):
             self._engine.stopped_lanes.cancel_redrive(lane)
@@ -225,7 +238,7 @@ class CommandExecutor(Contributor):
         assert delivery.failure_state.letter is not None  # noqa: S101
         if delivery.outcome is not Outcome.PARKED:
             self._mark(delivery.partition, delivery.failure_state.letter)
-        self._redriver.done(delivery)
+        self._rounds.done(delivery)
 
     def collect(self, batch: CommitBatch, /) -> None:
         """Add which letters were redriven, if that has changed."""
@@ -277,47 +290,60 @@ class CommandExecutor(Contributor):
 
     async def run(self) -> None:
         """Redrive as commanded, until cancelled. An interrupted command stays, and the next task continues it."""
-        while True:
-            await self._awake.wait()
-            self._awake.clear()
-            for partition in sorted({command.partition for command in self._pending.values()}):
-                commands: dict[
-                    bytes | None, Command
-                ] = {}  # one of each lane; another one of it comes after it
-                for command in self._pending.values():
-                    if command.partition == partition:
-                        commands.setdefault(command.key, command)
-                if not commands:  # all were cancelled
-                    continue
-                self._running = {command.id for command in commands.values()}
-                wait = 0.0
-                try:
-                    await self._redrive(partition, list(commands.values()))
-                except KeylaneError as error:
-                    log.warning(
-                        "redrive of partition %d: %s; tried again in %g s", partition, error, _RETRY_SECONDS
-                    )
-                    wait = _RETRY_SECONDS
-                self._running = set()
-                for command_id in list(self._cancels):
-                    self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
-                await asyncio.sleep(wait)
-            if self._pending:
-                self._awake.set()
+        await self._rounds.run()
 
-    async def _redrive(self, partition: int, commands: list[Command]) -> None:
+    def _begin(self, redriver: Redriver) -> Coroutine[None, None, None] | None:
+        """The next round: commands about one partition, one of each key, whose lanes are not redriven now."""
+        busy = {self._place(self._pending[command_id]) for command_id in self._running}
+        free = [command for command in self._pending.values() if self._place(command) not in busy]
+        if not free:
+            return None
+        partition = min(command.partition for command in free)
+        commands: dict[bytes | None, Command] = {}  # another one of the same key comes after it
+        for command in free:
+            if command.partition == partition:
+                commands.setdefault(command.key, command)
+        self._running |= {command.id for command in commands.values()}
+        return self._round(redriver, partition, list(commands.values()))
+
+    def _place(self, command: Command) -> bytes | int:
+        """The lane, which letters of several partitions may share; else the partition."""
+        lane = self._lane(command)
+        return command.partition if lane is None else lane
+
+    async def _round(self, redriver: Redriver, partition: int, commands: list[Command]) -> None:
+        ids = [command.id for command in commands]
+        try:
+            await self._redrive(redriver, partition, commands)
+        except KeylaneError as error:
+            log.warning("redrive of partition %d: %s; tried again in %g s", partition, error, _RETRY_SECONDS)
+            for command_id in ids:
+                if command_id in self._cancels:
+                    self._cancelled(self._pending[command_id], self._cancels.pop(command_id), None)
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._running.difference_update(ids)
+        self._rounds.look()
+
+    async def _redrive(self, redriver: Redriver, partition: int, commands: list[Command]) -> None:
         stops = self._engine.stopped_lanes
-        keys = [lane for command in commands if (lane := self._lane(command)) is not None]
-        await self._redriver.wait_until_quiet(keys)
+        lanes: dict[bytes | None, list[Command]] = {}  # those that have not ended
+        for command in commands:
+            lanes.setdefault(self._lane(command), []).append(command)
+        await redriver.wait_until_quiet([lane for lane in lanes if lane is not None])
         if self._app.delivery == "exactly_once":  # letters may be in this task's open transaction
             await self._commit()
         by_key = {command.key: command for command in commands}
         counts: dict[bytes | None, Counter[Outcome]] = {command.key: Counter() for command in commands}
-        repeats = SeenDeadLetters()
-        in_order, newest = await asyncio.to_thread(
-            self._in_source_order, self._wanted(partition, by_key, repeats)
-        )
-        while rows := await asyncio.to_thread(in_order.take, _REDRIVEN_AT_ONCE_MESSAGES):
+        copies = OffsetRuns()
+        before = self._redriven.setdefault(partition, OffsetRuns()).union(OffsetRuns())
+        # The thread gets a copy, because other rounds may change the original meanwhile.
+        wanted = self._wanted(partition, by_key, before, copies)
+        in_order = await asyncio.to_thread(self._in_source_order, wanted)
+        if len(copies):
+            self._redriven[partition] = self._redriven[partition].union(copies)
+            self._changed.add(partition)
+        self._end(lanes, lanes.keys() - in_order.last.keys(), counts)
+        while rows := await asyncio.to_thread(in_order.rows.take, _REDRIVEN_AT_ONCE_MESSAGES):
             positions = [position for *_, position in rows]
             chunk = await asyncio.to_thread(
                 read_dead_letters_at, self._settings, self._app.dlq, partition, positions
@@ -325,17 +351,16 @@ class CommandExecutor(Contributor):
             found = []
             for letter in chunk:
                 if letter.offset in self._redriven[partition]:
-                    self._redriver.ran_before(DeadLetterMessage(letter))
+                    redriver.ran_before(DeadLetterMessage(letter))
                     continue
                 if by_key[letter.key].id in self._cancels:
                     continue
-                if newest.replaced(letter):
+                if in_order.newest.replaced(letter):
                     self._mark(partition, letter.offset)
                     continue
-                if stops.is_over(self._engine.lane_key(letter.key, partition)):
-                    counts[letter.key][Outcome.PARKED] += (
-                        1  # an earlier one failed again: this one stays a dead letter
-                    )
+                lane = self._engine.lane_key(letter.key, partition)
+                if stops.is_over(lane):  # an earlier one failed again: this one stays a dead letter
+                    counts[letter.key][Outcome.PARKED] += 1
                 else:
                     found.append(
                         RedriveItem(
@@ -345,48 +370,80 @@ class CommandExecutor(Contributor):
                             in_source=letter.identity == self._source,
                         )
                     )
-            for delivery in await self._redriver.run(found):
-                counts[delivery.key][delivery.outcome] += 1
-        self._note_redriven()
-        for command in commands:
-            counted = RedriveCounts.of(counts[command.key])
-            if (cancel := self._cancels.pop(command.id, None)) is not None:
-                self._cancelled(command, cancel, counted)
-                continue
-            del self._pending[command.id]
-            lane = self._lane(command)
-            if lane is not None and not self._is_wanted(lane):
-                stops.end_redrive(lane)
-            log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
-            self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+            complete = {lane for lane, last in in_order.last.items() if last <= rows[-1]}
 
-    def _in_source_order(self, letters: Iterable[DeadLetter]) -> tuple[DiskSorter, NewestDeadLetters]:
-        """Sort the positions of these letters, and find the newest letter of each message.
+            def count(done: DoneLanes, complete: Collection[bytes | None] = complete) -> None:
+                for deliveries in done.values():
+                    for delivery in deliveries:
+                        counts[delivery.key][delivery.outcome] += 1
+                self._end(lanes, done.keys() & complete, counts)
+
+            running = {self._engine.lane_key(item.record.key(), partition) for item in found}
+            self._end(lanes, complete - running, counts)
+            await redriver.run(found, count)
+        self._end(lanes, set(lanes), counts)
+
+    def _end(
+        self,
+        lanes: dict[bytes | None, list[Command]],
+        ended: Collection[bytes | None],
+        counts: Mapping[bytes | None, Counter[Outcome]],
+    ) -> None:
+        """All letters of these lanes are done: end their redrives at once, and answer their commands.
+
+        Others may wait until reading has come to their place, and nothing is read when waiting lanes fill the task.
+        """
+        over = [lane for lane in lanes if lane in ended]
+        if over:
+            self._note_redriven()
+        for lane in over:
+            for command in lanes.pop(lane):
+                counted = RedriveCounts.of(counts[command.key])
+                if (cancel := self._cancels.pop(command.id, None)) is not None:
+                    self._cancelled(command, cancel, counted)
+                    continue
+                del self._pending[command.id]
+                self._running.discard(command.id)
+                if lane is not None and not self._is_wanted(lane):
+                    self._engine.stopped_lanes.end_redrive(lane)
+                log.warning("redrive by %s of lane %r: %s", command.who, command.key, counted)
+                self._answer(command, ok=not (counted.dead or counted.parked), counts=counted)
+            self._rounds.look()
+
+    def _in_source_order(self, letters: Iterable[DeadLetter]) -> _InSourceOrder:
+        """Sort the positions of these letters; find the last one of each lane, and the newest of each message.
 
         Letters of a former source come first, then they follow the offsets of their messages. They are in another order
         in the topic: a letter may have waited in the spool while newer ones were written.
         """
-        rows, newest = DiskSorter(), NewestDeadLetters()
+        found = _InSourceOrder()
         for letter in letters:
-            rows.add(letter.identity == self._source, letter.source_offset, letter.offset)
-            newest.add(letter)
-        return rows, newest
+            row = letter.identity == self._source, letter.source_offset, letter.offset
+            found.rows.add(*row)
+            lane = self._engine.lane_key(letter.key, letter.partition)
+            found.last[lane] = max(row, found.last.get(lane, row))
+            found.newest.add(letter)
+        return found
 
     def _wanted(
-        self, partition: int, by_key: dict[bytes | None, Command], repeats: SeenDeadLetters
+        self,
+        partition: int,
+        by_key: dict[bytes | None, Command],
+        redriven: OffsetRuns,
+        copies: OffsetRuns,
     ) -> Iterator[DeadLetter]:
         """Yield the letters to redrive, and those redriven before: messages with their ids need not run again.
 
-        A copy of a letter, redriven or not, counts as the same letter.
+        A copy of a letter, redriven or not, counts as the same letter. Those not redriven are added to ``copies``.
         """
-        redriven = self._redriven.setdefault(partition, OffsetRuns())
+        repeats = SeenDeadLetters()
         for letter, chosen in self._letters(partition, by_key):
             seen = repeats.seen(letter)
             if letter.offset in redriven:
                 if not seen:
                     yield letter
             elif chosen and seen:
-                self._mark(partition, letter.offset)
+                copies.add(letter.offset)
             elif chosen:
                 yield letter
 

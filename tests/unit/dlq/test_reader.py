@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -331,6 +331,14 @@ def test_a_message_of_another_topic_is_no_repeat(header: str) -> None:
     assert not repeats.seen(letter(headers()))
     other = [(name, b"other" if name == header else value) for name, value in headers()]
     assert not repeats.seen(letter(other, offset=18))
+
+
+def test_a_letter_of_a_recreated_topic_is_no_repeat() -> None:
+    """Its message has the offset, but is another one: as a repeat it would count as redriven and never run."""
+    repeats = SeenDeadLetters()
+    former = letter(headers())
+    assert not repeats.seen(former)
+    assert not repeats.seen(replace(former, topic_id="id-2", offset=18))
 
 
 # -- reading the topic ---------------------------------------------------------------------------------------------

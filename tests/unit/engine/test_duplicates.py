@@ -281,6 +281,19 @@ def test_duplicate_of_a_message_done_before_parking_is_no_letter(
     assert result.duplicates == [(0, 2)]
 
 
+def test_a_parked_duplicate_of_a_duplicate_does_not_run() -> None:
+    """The third one is too young to repeat the first one by itself, but repeats the second one."""
+    app = make(
+        lambda msg, now: Poison("no") if msg.value == b"1.1" and now < 5 else None,
+        on_failure="park",
+        idempotency=Idempotency(age=2.0),
+    )
+    sends = [(b"a", b"1", 0.0), (b"a", b"1", 1.5), (b"a", b"1", 3.0), (b"a", b"2", 3.0)]
+    result = run(app, sends, [Redrive(at=10, key=b"a")])
+    result.verdict.raise_if_bad()
+    assert (values(result), result.duplicates) == ([b"1.1", b"2.1"], [(0, 1), (0, 2)])
+
+
 @pytest.mark.parametrize("faults", [[], [Crash(at=2)], [Crash(at=3.2)]])
 def test_an_event_done_before_its_lane_was_parked_runs_once(faults: list[Fault]) -> None:
     """However often it comes again: the last two repeat a message that came when the lane was parked."""
@@ -531,7 +544,9 @@ def test_redriven_letter_runs_while_its_duplicate_waits() -> None:
         engine.stopped_lanes.begin_redrive(b"a")
         sent = records(b"1", b"1")
         engine.accept(sent)
-        redriving = asyncio.create_task(redriver.run([RedriveItem(letter=0, record=sent[1], redrives=0)]))
+        redriving = asyncio.create_task(
+            redriver.run([RedriveItem(letter=0, record=sent[1], redrives=0)], lambda _lanes: None)
+        )
         await asyncio.sleep(1)
         letter = done[-1]
         assert letter.redriven

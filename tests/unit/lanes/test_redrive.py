@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keylane import App, Message, Poison, Retry, Transient
+from keylane.engine.delivery import FailureState
 from keylane.engine.engine import Engine
 from keylane.engine.redrive import RedriveItem, Redriver
 from keylane.engine.stages import open_pipeline
+from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.lanes.redrive import LaneRedrive, RedriveState
 from keylane.offsets.watermark import PartitionProgress
 from keylane.outcome import Outcome
+from keylane.policies.failure_info import FailureInfo
 from keylane.testing import Crash, Harness, Redrive, Refuse
 from keylane.testing.clock import run_virtual
 from keylane.testing.log import MemoryLog
@@ -138,7 +141,38 @@ def test_only_the_newest_letter_of_a_message_runs(seed: int) -> None:
     result.verdict.raise_if_bad()
 
 
+@pytest.mark.parametrize("also", [5.0, 5.1])
+def test_a_redrive_does_not_fill_the_task_with_waiting_lanes(also: float) -> None:
+    """After the crash its second letter waits until reading has come to it, behind messages of two other lanes."""
+    app = App("a", source="in", sink="out", on_failure="park", commit_interval=100, max_buffered=2)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"1" and asyncio.get_running_loop().time() < 1:
+            raise Poison("the cause is not removed yet")
+        return bytes(msg.value)
+
+    faults: list[Fault] = [Crash(at=5), Redrive(at=5, key=b"k")]
+    faults += [Redrive(at=also, key=b"x"), Redrive(at=also, key=b"y")]
+    run = Harness(app, partitions=1, faults=faults, reading=0.5, limit=100)
+    for key, value in ((b"k", b"1"), (b"x", b"x"), (b"y", b"y"), (b"k", b"2"), (b"k", b"3")):
+        run.send(key=key, value=value)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert [each.value for each in result.results if each.key == b"k"] == [b"1", b"2", b"3"]
+
+
 # -- with an engine ------------------------------------------------------------------------------------------------
+
+
+PARKED = LaneRecord(
+    stop=LaneStatus.PARKED,
+    key=b"k",
+    partition=0,
+    offset=0,
+    since=0.0,
+    letter=FailureInfo(stage="s", error="E", message="m", traceback="", attempts=1, failed_at=0.0),
+)
 
 
 class Bench:
@@ -205,7 +239,7 @@ def plain(**options: Any) -> App:
 async def redrive(made: Bench, *found: RedriveItem) -> None:
     made.engine.stopped_lanes.begin_redrive(b"k")
     await made.redriver.wait_until_quiet([b"k"])
-    await made.redriver.run(found)
+    await made.redriver.run(found, lambda _lanes: None)
     made.engine.stopped_lanes.end_redrive(b"k")
 
 
@@ -226,6 +260,86 @@ def test_a_letter_waits_until_reading_has_come_to_its_place() -> None:
         (1, False, Outcome.DUPLICATE),
         (2, False, Outcome.OK),
     ]
+
+
+def test_a_message_is_passed_over_as_soon_as_its_letter_ran() -> None:
+    """Not only when the lane's redrive ends: a crash between the two would run it a second time."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        records = made.append(b"0", b"1")
+        made.engine.stopped_lanes.begin_redrive(b"k")
+        await made.redriver.wait_until_quiet([b"k"])
+        made.accept(records)
+        await made.redriver.run([RedriveItem(letter=9, record=records[0], redrives=0)], lambda _lanes: None)
+        await asyncio.sleep(0.1)
+        assert [(each.offset, each.outcome) for each in made.done] == [
+            (0, Outcome.OK),
+            (0, Outcome.DUPLICATE),
+        ]
+        made.engine.stopped_lanes.end_redrive(b"k")
+        await made.engine.finish()
+
+    assert [each.value for each in bench(plain(), scenario)] == [b"0", b"0", b"1"]
+
+
+def test_an_ended_engine_sends_no_refused_letter_again() -> None:
+    """The answer may come when the engine has ended. The message runs again, in a task that writes its own letter."""
+    called: list[float] = []
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        await made.engine.drain(0.1)
+        made.engine.clock.after(5.0, lambda: called.append(asyncio.get_running_loop().time()))
+        await asyncio.sleep(10)
+
+    bench(plain(), scenario)
+    assert called == []
+
+
+def test_a_message_in_front_of_letters_is_not_kept_back() -> None:
+    """Version ordering puts a message there when the letters behind it wait for its version."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        first, second = made.append(b"0", b"1")
+        engine = made.engine
+        engine.stopped_lanes.begin_redrive(b"k")
+        made.accept([first])
+        await asyncio.sleep(0.1)
+        assert made.done == []
+        letter = engine.make(second)
+        letter.failure_state = FailureState()
+        letter.failure_state.letter = 9
+        engine.stopped_lanes.redriving[b"k"].give([])
+        engine.table.arrive(b"k", letter)
+        engine.counters.accepted += 1
+        engine._lanes.resume(engine.table.lanes[b"k"])
+        await asyncio.sleep(0.1)
+        assert [each.value for each in made.done] == [b"0", b"1"]
+        engine.stopped_lanes.end_redrive(b"k")
+
+    bench(plain(), scenario)
+
+
+@pytest.mark.parametrize("later", [0.0, 0.01])
+def test_redrive_begins_while_the_one_before_it_is_recorded(later: float) -> None:
+    """The record of a parked lane is being removed: what follows must not end the newer redrive."""
+
+    async def scenario(made: Bench, _sink: MemorySink) -> None:
+        stopped_lanes = made.engine.stopped_lanes
+        stopped_lanes.restore([PARKED])
+        old, new = made.append(b"0", b"1")
+        stopped_lanes.begin_redrive(b"k")
+        await made.redriver.wait_until_quiet([b"k"])
+        stopped_lanes.end_redrive(b"k")
+        made.accept([new])
+        stopped_lanes.begin_redrive(b"k")
+        await asyncio.sleep(later)
+        await made.redriver.wait_until_quiet([b"k"])
+        await asyncio.sleep(0.01)
+        await made.redriver.run([RedriveItem(letter=9, record=old, redrives=0)], lambda _lanes: None)
+        stopped_lanes.end_redrive(b"k")
+        await made.engine.finish()
+
+    assert [each.value for each in bench(plain(on_failure="park"), scenario)] == [b"0", b"1"]
 
 
 def test_another_message_at_the_offset_of_a_letter_runs() -> None:

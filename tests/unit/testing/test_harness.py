@@ -19,6 +19,7 @@ from keylane.testing import (
     Flaw,
     Harness,
     Pause,
+    Redrive,
     RunResult,
     StuckError,
     check,
@@ -228,6 +229,25 @@ def test_a_drain_repeats_nothing() -> None:
     assert result.verdict.repeats == 0
     assert len(result.results) == 40
     assert result.verdict.counts.owners == 4
+
+
+def test_drain_waits_for_letters_on_their_way() -> None:
+    """As a worker does: else the letter came when its message had run again, and a redrive ran it a third time."""
+    app = App("app", source="in", sink="out", on_failure="park", drain_timeout=0.05)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        if msg.value == b"1" and asyncio.get_running_loop().time() < 0.5:
+            raise Poison("the cause is not removed yet")
+        return bytes(msg.value)
+
+    faults: list[Fault] = [Redrive(at=0.9, key=b"a"), Drain(at=1.0), Redrive(at=10, key=b"a")]
+    run = Harness(app, partitions=1, faults=faults, letters=0.5)
+    for value, at in ((b"1", 0.0), (b"2", 0.8), (b"3", 1.2)):
+        run.send(key=b"a", value=value, at=at)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert [written.value for written in result.results] == [b"1", b"2", b"3"]
 
 
 def test_slow_drain_leaves_messages_to_the_next_epoch() -> None:

@@ -23,6 +23,8 @@ from keylane.testing.life import CommandClerk, TaskLife
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from keylane.engine.redrive import Redriver
+
 SEEDS = range(int(os.environ.get("KEYLANE_SEEDS", "70")))
 ONE = os.environ.get("KEYLANE_SEED")
 
@@ -74,10 +76,10 @@ def letter_counts_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 def redrive_overlooks_letters_of_open_transactions(patch: pytest.MonkeyPatch) -> None:
     redrive = CommandClerk._redrive
 
-    async def at_once(self: CommandClerk, partition: int, orders: dict[bytes, bytes]) -> None:
+    async def at_once(self: CommandClerk, redriver: Redriver, partition: int, commands: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self._app, "delivery", "at_least_once")
-            await redrive(self, partition, orders)
+            await redrive(self, redriver, partition, commands)
 
     patch.setattr(CommandClerk, "_redrive", at_once)
 

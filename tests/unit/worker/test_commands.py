@@ -145,8 +145,12 @@ def redrive(
     before: OffsetRuns | None = None,
     lanes: tuple[LaneRecord, ...] = (PARKED,),
     named: list[int] | None = None,
+    marked: OffsetRuns | None = None,
 ) -> list[bytes]:
-    """Redrive lane k of an app that parks, which is parked; the values of what ran, in their order."""
+    """Redrive lane k of an app that parks, which is parked; the values of what ran, in their order.
+
+    Those that are recorded as redriven are added to ``marked``.
+    """
     at = {letter.offset: letter for letter in letters}
     monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter(letters))
     monkeypatch.setattr(commands, "read_dead_letters_at", lambda *given: [at[each] for each in given[-1]])
@@ -176,6 +180,11 @@ def redrive(
                 await asyncio.sleep(0.01)
             job.cancel()
             await engine.drain(1.0)
+            if marked is not None:
+                found = OffsetRuns.decode(made.redriven(0).encode())
+                for letter in letters:
+                    if letter.offset in found:
+                        marked.add(letter.offset)
 
     run_virtual(main(), start=0.0, limit=100.0)
     return ran
@@ -201,6 +210,13 @@ def test_a_letter_with_a_newer_one_does_not_run(monkeypatch: pytest.MonkeyPatch,
     assert redrive(monkeypatch, letters, lanes=()) == [b"5", b"7"]
 
 
+def test_copies_of_a_letter_count_as_redriven(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [parked(0, b"1"), parked(0, b"1", position=1), parked(1, b"2", position=2)]
+    marked = OffsetRuns()
+    assert redrive(monkeypatch, letters, marked=marked) == [b"0", b"1"]
+    assert marked == OffsetRuns([0, 1, 2])
+
+
 def test_a_late_letter_runs_before_newer_ones_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first message's letter came from the spool, behind more letters than a redrive has in memory."""
     count = commands._REDRIVEN_AT_ONCE_MESSAGES + 500
@@ -219,3 +235,45 @@ def test_letters_of_a_former_source_run_first(monkeypatch: pytest.MonkeyPatch) -
     ]
     letters = [replace(letter, value=letter.headers[0][1]) for letter in letters]
     assert redrive(monkeypatch, letters, named=[0, 1, 2]) == [b"old 7", b"new 1", b"new 7"]
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_redrive_ends_while_another_waits_for_reading(
+    monkeypatch: pytest.MonkeyPatch, later: float
+) -> None:
+    """Waiting lanes fill the task, and then nothing would be read: neither in one round nor with a later command."""
+    letter = parked(5, b"1")
+    monkeypatch.setattr(commands, "read_all_dead_letters", lambda *_: iter([letter]))
+    monkeypatch.setattr(commands, "read_dead_letters_at", lambda *_: [letter])
+    app = App("app", source="in", sink="out", on_failure="park")
+    read_to = 0
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        return bytes(msg.value)
+
+    async def main() -> None:
+        nonlocal read_to
+        sink = MemorySink(app.spec, MemoryLog(partitions=1), rng=Random(1), latency=(0.001, 0.001))
+
+        def on_done(deliveries: list[Delivery]) -> None:
+            for delivery in deliveries:
+                made.done(delivery)
+
+        async with open_pipeline(app.spec) as steps:
+            engine = real.Engine(app.spec, steps, sink, on_done=on_done, read_to=lambda _partition: read_to)
+            made = executor(sink, engine, {0: OffsetRuns()})
+            job = asyncio.create_task(made.run())
+            made.take([new_command("redrive", partition=0, key=b"k")])
+            await asyncio.sleep(later)
+            made.take([new_command("redrive", partition=0, key=b"x")])
+            await asyncio.sleep(5)
+            assert list(engine.stopped_lanes.redriving) == [b"k"]
+            read_to = 6
+            await asyncio.sleep(5)
+            assert made.idle
+            assert not engine.stopped_lanes.redriving
+            job.cancel()
+            await engine.drain(1.0)
+
+    run_virtual(main(), start=0.0, limit=100.0)
