@@ -114,6 +114,9 @@ def check(
         return judge.verdict()
 
 
+_BEGAN_AGAIN = -1
+"""A message that was passed began again: its further attempts belong to the repeat."""
+
 Rank = tuple[int, int]
 """A message's place in its lane: version and offset. The version is 0 without ``versions``."""
 
@@ -288,9 +291,10 @@ class _Judge:
                     index,
                     event,
                 )
-            else:
+            elif event.attempt == 1:
                 position = (event.partition, offset)
-                self.again[position] = self.again.get(position, 0) + (event.attempt == 1)
+                self.again[position] = self.again.get(position, 0) + 1
+                lane.passed[offset] = _BEGAN_AGAIN
         place = lane.low
         if lane.ranks[place : place + 1] == [rank]:
             return  # the usual case: the first unfinished message

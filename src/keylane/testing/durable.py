@@ -28,18 +28,25 @@ _PROGRESS_CHARACTERS_MAX = 1_000_000
 
 
 class DurableState:
-    """The group's offsets and the state topic. Only commits write it, each one completely or not at all."""
+    """The group's offsets and the state topic. Only commits write it, each one completely or not at all.
 
-    def __init__(self, app: AppSpec) -> None:
+    All of it is about one source topic, but for ``redriven``, which is about the dead letters.
+    """
+
+    def __init__(self, app: AppSpec, redriven: set[int] | None = None) -> None:
         self.versions: dict[Name, VersionMark | None] = {}
         """In the order of writing."""
-        self.redriven: set[int] = set()
+        self.redriven: set[int] = set() if redriven is None else redriven
         """Redriven dead letters, by their index in the sink's list."""
         self._app = app
         self._group: dict[int, tuple[int, str | None]] = {}  # offset and metadata; None: set outside Keylane
         self._ranges: dict[int, dict[Slots, RangeProgress]] = defaultdict(dict)
         self._grouped: dict[int, Generation] = {}
         self._kept: dict[int, dict[Slots, dict[int, RetryState]]] = defaultdict(dict)
+
+    def of_new_source(self) -> DurableState:
+        """What applies when the source topic was created again: nothing about the old one."""
+        return DurableState(self._app, self.redriven)
 
     def rewind(self, partition: int, offset: int) -> None:
         """Set the group's offset from outside Keylane."""

@@ -32,6 +32,18 @@ class Recut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recreate:
+    """The source topic is deleted and created again at this virtual second: with as many partitions, and empty.
+
+    What runs is lost, as in a crash. So are messages that were not done, and all progress. Messages that are sent from
+    this second on are in the new topic, from offset 0 on. Dead letters of the old topic stay, and no :class:`Redrive`
+    includes them.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """A slow broker: from this virtual second, the sink acknowledges nothing for ``for_`` seconds."""
 
@@ -93,5 +105,6 @@ class Reset:
 
 
 Action = Release | Skip | Redrive | Reset
-Fault = Crash | Drain | Recut | Pause | Refuse | Reject | Action
+Break = Crash | Drain | Recut | Recreate
+Fault = Break | Pause | Refuse | Reject | Action
 """An event of a run that is not a message."""

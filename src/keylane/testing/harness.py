@@ -28,6 +28,7 @@ from keylane.testing.faults import (
     Drain,
     Fault,
     Pause,
+    Recreate,
     Recut,
     Redrive,
     Refuse,
@@ -49,13 +50,19 @@ if TYPE_CHECKING:
     from keylane.message import Headers
     from keylane.spec import Observer
     from keylane.testing.checker import Position
+    from keylane.testing.faults import Break
+    from keylane.testing.log import MemoryRecord
     from keylane.testing.sink import Dead, Written
     from keylane.testing.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The result of a run. Its lists are in the order of durability, over all epochs and runs so far."""
+    """The result of a run. Its lists are in the order of durability, over all epochs and runs so far.
+
+    A source topic that was created again has partition numbers of its own here and in the history: they follow those of
+    the topic before. With 3 partitions, the first topic's are 0 to 2, and the second one's 3 to 5.
+    """
 
     results: list[Written]
     dead: list[Dead]
@@ -65,13 +72,15 @@ class RunResult:
     """The same of stale messages, which did not run because a newer version had run."""
     waiting: list[Position]
     """The same of unfinished messages in blocked lanes, and of dead letters of parked lanes; they are not lost."""
+    gone: list[Position]
+    """The same of messages that were deleted with their topic, and neither committed as done nor dead letters."""
     history: History
     verdict: Verdict
     """The result of :func:`keylane.testing.check`, which allows one repeat of a message for each crash or drain."""
     elapsed: float
     """Virtual seconds since the beginning of the first run."""
     epochs: int
-    """One, and one more for each crash and each drain."""
+    """One, and one more for each crash, each drain, and each new source topic."""
 
 
 class Harness:
@@ -141,7 +150,9 @@ class Harness:
             refusals=[fault for fault in faults if isinstance(fault, Refuse)],
             rejections=[fault for fault in faults if isinstance(fault, Reject)],
         )
-        self._breaks = deque(fault for fault in faults if isinstance(fault, Crash | Drain | Recut))
+        self._breaks: deque[Break] = deque(
+            fault for fault in faults if isinstance(fault, Crash | Drain | Recut | Recreate)
+        )
         self._actions = deque(
             fault for fault in faults if isinstance(fault, Release | Skip | Redrive | Reset)
         )
@@ -152,6 +163,8 @@ class Harness:
             log=self.log, durable=DurableState(spec), sink=self._sink, rng=self._rng, reading=_pair(reading)
         )
         self._arrivals = self._world.arrivals
+        self._former: list[dict[Position, MemoryRecord]] = []  # by deleted topic, its messages
+        self._gone: set[Position] = set()
         self._tasks = 1
         self._redrives = 0
         self._lanes: dict[Position, bytes | None] | None = None  # for an ordering that reads messages
@@ -188,44 +201,43 @@ class Harness:
 
         Raises :class:`keylane.testing.StuckError` if that is impossible, and any error that stops the engine.
         """
-        source = self._app.source
-        for at, key, value, headers in sorted(self._unsent, key=lambda sent: sent[0]):
-            partition = self.log.choose(source, key)
-            if self._rng.random() < self._holes:
-                self.log.skip(source, partition, self._rng.randint(1, 3))
-            record = self.log.append(
-                source, key=key, value=value, headers=headers, timestamp=int(at * 1000), partition=partition
-            )
-            self._arrivals[partition, record.offset()] = at
-        self._unsent.clear()
-        last = max(self._arrivals.values(), default=0.0)
+        last = max([*self._arrivals.values(), *(at for at, *_ in self._unsent)], default=0.0)
+        self._append()
         run_virtual(self._run(), start=self._now, limit=max(last, self._now) + self._limit)
         history = History(events=tuple(self._recorder.events))
-        sent = {(r.partition(), r.offset()): r.key() for r in self.log.records(source)}
+        messages = self.messages()
+        sent = {place: record.key() for place, record in messages.items()}
         if self._app.order.reads_messages:
             self._lanes = {
-                (r.partition(), r.offset()): self._app.order.lane_key(Message(r))
-                for r in self.log.records(source)
+                place: self._app.order.lane_key(Message(record)) for place, record in messages.items()
             }
-        waiting = self._waiting(sent)
+        waiting = self._waiting()
+        twice = self._sent_twice()
+        letters = {
+            (dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind != "archived"
+        }
+        parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
         return RunResult(
             results=list(self._sink.results),
             dead=list(self._sink.dead_letters),
             duplicates=sorted(self._world.duplicates),
             stale=sorted(self._world.stale),
             waiting=sorted(waiting),
+            gone=sorted(self._gone - letters),
             history=history,
             verdict=check(
                 history,
                 order=self._app.order,
                 lanes=self._lanes,
                 sent=sent,
-                finished=self._world.duplicates.union(
-                    self._sink.undone,
+                finished=self._sink.undone.union(
+                    self._world.duplicates & letters,  # the others are duplicates according to the log
+                    # Their redrive may have ended with their topic, when it had passed over them.
+                    (place for place in twice.keys() & parked if place[0] < self._world.first),
                     ((d.partition, d.offset) for d in self._sink.dead_letters if d.kind == "dead"),
                 ),
-                waiting=waiting,
-                duplicates=self._sent_twice(),
+                waiting=waiting | self._gone,
+                duplicates={place: first for place, first in twice.items() if place not in parked},
                 versions=self._sent_versions(),
                 stale=self._world.stale,
                 redriven=self._world.redriven,
@@ -235,7 +247,57 @@ class Harness:
             epochs=self._epochs,
         )
 
-    def _waiting(self, sent: Mapping[Position, bytes | None]) -> set[Position]:
+    def messages(self) -> dict[Position, MemoryRecord]:
+        """All messages of the source by their position in the history, also those of deleted topics."""
+        return {
+            place: record for topic in (*self._former, self._present()) for place, record in topic.items()
+        }
+
+    def _present(self) -> dict[Position, MemoryRecord]:
+        """The messages of the present topic."""
+        records = self.log.records(self._app.source)
+        return {self._world.place(record.partition(), record.offset()): record for record in records}
+
+    def _append(self) -> None:
+        """Append what was sent to the source; not what arrives when the source has been created again."""
+        source = self._app.source
+        ends = next((found.at for found in self._breaks if isinstance(found, Recreate)), None)
+        unsent = sorted(self._unsent, key=lambda sent: sent[0])
+        self._unsent.clear()
+        for each in unsent:
+            at, key, value, headers = each
+            if ends is not None and max(at, self._now) >= ends:
+                self._unsent.append(each)
+                continue
+            partition = self.log.choose(source, key)
+            if self._rng.random() < self._holes:
+                self.log.skip(source, partition, self._rng.randint(1, 3))
+            record = self.log.append(
+                source, key=key, value=value, headers=headers, timestamp=int(at * 1000), partition=partition
+            )
+            self._arrivals[partition, record.offset()] = at
+
+    def _recreate(self) -> None:
+        """Delete the source and create it again."""
+        durable = self._world.durable
+        parts = {partition: durable.begin(partition) for partition in range(self.log.partitions)}
+        present = self._present()
+        self._gone.update(
+            place
+            for place, record in present.items()
+            if not parts[record.partition()].was_done(record.key(), record.offset())
+        )
+        self._former.append(present)
+        self._world.recreated()
+        self.log.recreate(self._app.source)
+        now = asyncio.get_running_loop().time()
+        # Commands about messages and versions of the old topic. A redrive is about the dead letters.
+        self._actions = deque(
+            action for action in self._actions if isinstance(action, Redrive) or action.at >= now
+        )
+        self._append()
+
+    def _waiting(self) -> set[Position]:
         """Unfinished messages of blocked lanes, and those among the dead letters of parked lanes."""
         redriven = self._world.durable.redriven
         found = {
@@ -247,13 +309,13 @@ class Harness:
         if not blocked:
             return found
         parts = {partition: self._world.durable.begin(partition) for partition in range(self.log.partitions)}
-        for place, key in sent.items():
-            partition, offset = place
+        for place, sent in self._present().items():
+            partition, offset, key = sent.partition(), sent.offset(), sent.key()
             if parts[partition].was_done(key, offset):
                 continue
             for record in blocked:
                 at = record.partition, record.offset
-                same = place == at or (
+                same = (partition, offset) == at or (
                     self._behind(record, partition, offset, key) and (partition != at[0] or offset > at[1])
                 )
                 if same:
@@ -264,16 +326,22 @@ class Harness:
     def _behind(self, record: LaneRecord, partition: int, offset: int, key: bytes | None) -> bool:
         """True if this message is in the record's lane."""
         known = self._lanes
-        lane = self._app.order.lane_of(key, partition) if known is None else known[partition, offset]
+        place = self._world.place(partition, offset)
+        lane = self._app.order.lane_of(key, partition) if known is None else known[place]
         return lane is not None and lane == record.key
 
     def _sent_twice(self) -> dict[Position, Position]:
-        """Duplicates according to the log, without those that are parked, which may run in a redrive."""
-        found = Duplicates(self._app.idempotency, self._app.order)
-        records = list(self.log.records(self._app.source))
-        found.arrived(records, [Message(record) for record in records])
-        parked = {(dead.partition, dead.offset) for dead in self._sink.dead_letters if dead.kind == "parked"}
-        return {place: (place[0], offset) for place, offset in found.waiting.items() if place not in parked}
+        """Duplicates according to the log. Those that are parked may run in a redrive all the same."""
+        twice: dict[Position, Position] = {}
+        for topic in (*self._former, self._present()):
+            found = Duplicates(self._app.idempotency, self._app.order)
+            records = list(topic.values())
+            found.arrived(records, [Message(record) for record in records])
+            for place, record in topic.items():
+                repeats = found.waiting.get((record.partition(), record.offset()))
+                if repeats is not None:
+                    twice[place] = place[0], repeats
+        return twice
 
     def _sent_versions(self) -> dict[Position, int] | None:
         """Versions according to the log, without messages that have no valid version."""
@@ -281,13 +349,13 @@ class Harness:
             return None
         read, decode = reader_of(self._app.versions), decoder(self._app)
         found = {}
-        for record in self.log.records(self._app.source):
+        for place, record in self.messages().items():
             message = Message(record)
             with suppress(Exception):
                 if decode is not None and message.value is not None:
                     message.value = decode(message.value)
                 if (version := read(message)) is not None:
-                    found[message.partition, message.offset] = version
+                    found[place] = version
         return found
 
     async def _run(self) -> None:
@@ -305,14 +373,16 @@ class Harness:
             jobs = [loop.create_task(self._work(tasks))]
             for task in tasks:
                 jobs += [loop.create_task(task.commits()), loop.create_task(task.clerk.run())]
-            drain_timeout = 0.0
+            drain_timeout, recreate = 0.0, False
             try:
                 wait = self._breaks[0].at - loop.time() if self._breaks else None
                 waiting: list[asyncio.Future[None]] = [*jobs, *(task.engine.failure for task in tasks)]
                 over, _ = await asyncio.wait(waiting, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 for ended in over:
                     ended.result()
-                if over or not isinstance(self._next_break(), Crash):
+                found = None if over else self._next_break()
+                recreate = isinstance(found, Recreate)
+                if not isinstance(found, Crash | Recreate):
                     drain_timeout = self._app.drain_timeout
             finally:
                 for job in jobs:
@@ -330,11 +400,13 @@ class Harness:
                     task.output.crash()
         # The clock does not move while a thread runs, so after this sleep all threads of the epoch have ended.
         await asyncio.sleep(1e-6)
+        if recreate:
+            self._recreate()
         return not over
 
     async def _begin(self, stack: AsyncExitStack, number: int) -> TaskLife:
         owner = f"epoch-{self._epochs}" if self._tasks == 1 else f"epoch-{self._epochs}/{number}"
-        app = replace(self._app, observer=_Owner(self._recorder, owner))
+        app = replace(self._app, observer=_Owner(self._recorder, owner, self._world.first))
         steps = await stack.enter_async_context(open_pipeline(app))
         slots = Slots(SLOTS * number // self._tasks, SLOTS * (number + 1) // self._tasks - 1)
         plan = dict.fromkeys(range(self.log.partitions), slots)
@@ -345,6 +417,8 @@ class Harness:
         await asyncio.gather(self._act(tasks), *feeds)
         for task in tasks:
             await task.rest()
+        if self._unsent:
+            await asyncio.Event().wait()  # for the new topic, in which they arrive
 
     async def _act(self, tasks: list[TaskLife]) -> None:
         """Carry out the operators' commands. The next epoch repeats a command that a crash has cut off."""
@@ -377,7 +451,9 @@ class Harness:
 
     def _request_redrive(self, key: bytes, tasks: list[TaskLife]) -> None:
         """Record a redrive of this key in each partition that has dead letters of it."""
-        partitions = {dead.partition for dead in self._sink.dead_letters if dead.key == key}
+        first = self._world.first
+        partitions = {dead.partition - first for dead in self._sink.dead_letters if dead.key == key}
+        partitions = {partition for partition in partitions if partition >= 0}  # not those of deleted topics
         for partition in sorted(partitions | {partition_of(key, self.log.partitions)}):
             self._redrives += 1
             number = b"%d" % self._redrives
@@ -385,9 +461,10 @@ class Harness:
             task = next(task for task in tasks if task.owns(partition, key))
             task.clerk.take(partition, key, number)
 
-    def _next_break(self) -> Crash | Drain | Recut:
-        self._broken += 1
+    def _next_break(self) -> Break:
         found = self._breaks.popleft()
+        if not isinstance(found, Recreate):  # after which nothing runs again
+            self._broken += 1
         if isinstance(found, Recut):
             self._tasks = found.tasks
         return found
@@ -430,14 +507,16 @@ class _Recorder:
         self.events: list[HistoryEvent] = []
         self.then = then
 
-    def add(self, kind: EventKind, message: Message, attempt: int, outcome: str | None, owner: str) -> None:
-        """Add an event at the present time."""
+    def add(
+        self, kind: EventKind, message: Message, attempt: int, outcome: str | None, owner: str, first: int
+    ) -> None:
+        """Add an event at the present time. ``first`` is the number of the source's first partition."""
         at = asyncio.get_running_loop().time()
         # Events of the same virtual time keep their order: each is at least a nanosecond after the one before.
         seq = max(int(at * 1e9), self.events[-1].seq + 1 if self.events else 0)
         self.events.append(
             HistoryEvent(
-                kind, message.key, message.partition, message.offset, attempt, owner, at, seq, outcome
+                kind, message.key, first + message.partition, message.offset, attempt, owner, at, seq, outcome
             )
         )
 
@@ -445,16 +524,17 @@ class _Recorder:
 class _Owner:
     """Observer of one task."""
 
-    def __init__(self, recorder: _Recorder, owner: str) -> None:
+    def __init__(self, recorder: _Recorder, owner: str, first: int) -> None:
         self._recorder = recorder
         self._owner = owner
+        self._first = first
 
     def started(self, message: Message, attempt: int) -> None:
-        self._recorder.add(EventKind.START, message, attempt, None, self._owner)
+        self._recorder.add(EventKind.START, message, attempt, None, self._owner, self._first)
         if self._recorder.then is not None:
             self._recorder.then.started(message, attempt)
 
     def ended(self, message: Message, attempt: int, outcome: str) -> None:
-        self._recorder.add(EventKind.END, message, attempt, str(outcome), self._owner)
+        self._recorder.add(EventKind.END, message, attempt, str(outcome), self._owner, self._first)
         if self._recorder.then is not None:
             self._recorder.then.ended(message, attempt, outcome)

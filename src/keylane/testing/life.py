@@ -48,6 +48,19 @@ class World:
     stale: set[Position] = field(default_factory=set)
     redriven: set[Position] = field(default_factory=set)
     """Redriven dead letters, without which their lanes had continued."""
+    first: int = 0
+    """The number of the source's first partition in the history: partitions of deleted topics come before it."""
+
+    def place(self, partition: int, offset: int) -> Position:
+        """The position in the history of a message of the present topic."""
+        return self.first + partition, offset
+
+    def recreated(self) -> None:
+        """The source topic was created again."""
+        self.first += self.log.partitions
+        self.durable = self.durable.of_new_source()
+        self.sink.recreated(self.first)
+        self.arrivals.clear()
 
 
 class TaskLife:
@@ -81,6 +94,7 @@ class TaskLife:
             store=moves.store,
             wall=loop.time,
             rng=world.rng.random,
+            source_id=f"recreated-{world.first}" if world.first else "",
         )
         self.clerk = CommandClerk(self, app, world)
         redrives = self._redrives()
@@ -213,9 +227,9 @@ class TaskLife:
         for delivery in deliveries:
             failure_state = delivery.failure_state
             if delivery.outcome is Outcome.DUPLICATE:
-                self._world.duplicates.add((delivery.partition, delivery.offset))
+                self._world.duplicates.add(self._world.place(delivery.partition, delivery.offset))
             elif delivery.outcome is Outcome.STALE:
-                self._world.stale.add((delivery.partition, delivery.offset))
+                self._world.stale.add(self._world.place(delivery.partition, delivery.offset))
             if failure_state is None or failure_state.letter is None:
                 self.parts[delivery.partition].mark.done([delivery.offset])
             else:
@@ -361,7 +375,7 @@ class CommandClerk:
         relevant = [
             (place, dead)
             for place, dead in enumerate(letters)
-            if dead.key in keys and dead.partition == partition and dead.kind != "archived"
+            if dead.key in keys and self._is_in(partition, dead) and dead.kind != "archived"
         ]
         newest: dict[int, int] = {}
         for _, dead in relevant:
@@ -379,9 +393,13 @@ class CommandClerk:
                 self.redriven.add(place)
                 continue
             if dead.kind == "dead":
-                self._world.redriven.add((partition, dead.offset))
+                self._world.redriven.add(self._world.place(partition, dead.offset))
             found.append(RedriveItem(letter=place, record=record, redrives=dead.redrives))
         return found
+
+    def _is_in(self, partition: int, dead: Dead) -> bool:
+        """True if the dead letter is of this partition of the present topic."""
+        return dead.partition == self._world.first + partition
 
 
 def lanes(sink: MemorySink) -> list[LaneRecord]:

@@ -92,6 +92,12 @@ class MemoryLog:
         self._partition(topic, partition)
         self._ends[topic, partition] = self.end(topic, partition) + offsets
 
+    def recreate(self, topic: str) -> None:
+        """Delete the topic and create it again: it is empty, and offsets begin at 0."""
+        self._topics.pop(topic, None)
+        for partition in range(self.partitions):
+            self._ends.pop((topic, partition), None)
+
     def records(self, topic: str, partition: int | None = None, *, start: int = 0) -> list[MemoryRecord]:
         """The records of one partition, or of all partitions in turn, from offset ``start`` on."""
         if partition is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keylane.engine.result_ids import result_headers, result_id_prefix
 from keylane.errors import Poison
+from keylane.lanes.lane_record import KEYLESS, LANE
 from keylane.message import with_origin
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dead:
-    """A dead letter: the original message, its position in the source, and the failure."""
+    """A dead letter: the original message, its position in the history, and the failure."""
 
     key: bytes | None
     value: bytes | None
@@ -101,6 +102,8 @@ class MemorySink:
         self.results: list[Written] = []
         self.dead_letters: list[Dead] = []
         self.notes: dict[tuple[int, bytes], bytes] = {}  # the state topic
+        self.first = 0
+        """The number of the source's first partition in the history."""
         self.undone: set[tuple[int, int]] = (
             set()
         )  # messages whose dead letters may be in an aborted transaction
@@ -132,6 +135,13 @@ class MemorySink:
         own = copy.copy(self)
         own._begin()  # noqa: SLF001 - its own class
         return own
+
+    def recreated(self, first: int) -> None:
+        """The source topic was created again: records of stopped lanes no longer apply."""
+        self.first = first
+        for partition, name in list(self.notes):
+            if name.startswith((LANE, KEYLESS)):
+                del self.notes[partition, name]
 
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Write a result with the key and headers of its message and its own event id. Raises Poison if rejected."""
@@ -185,7 +195,7 @@ class MemorySink:
             key=delivery.key,
             value=delivery.original,
             headers=list(delivery.headers),
-            partition=delivery.partition,
+            partition=self.first + delivery.partition,
             offset=delivery.offset,
             stage=letter.stage if letter else "",
             error=letter.error if letter else "",

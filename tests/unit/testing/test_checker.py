@@ -159,6 +159,15 @@ def test_a_replay_of_a_dead_letter_is_a_repeat() -> None:
     assert verdict.repeats == 2
 
 
+def test_replay_of_a_message_that_was_passed_may_retry() -> None:
+    """A message counted as done after one attempt, and a crash aborted that: it begins again, and needs two."""
+    run = Run().send(A, 0, 1).ran(0, "failed").ran(1)
+    run.ran(0, "failed", owner="p2").ran(0, attempt=2, owner="p2").ran(1, owner="p2")
+    verdict = run.check(finished={(0, 0)}, allow_repeats=1)
+    assert verdict.ok
+    assert verdict.repeats == 2
+
+
 def test_keyless_messages_have_no_lane() -> None:
     run = Run().send(None, 0, 1).send(A, 2, 3)
     run.start(1).start(0).end(0).end(1).ran(2).ran(3)

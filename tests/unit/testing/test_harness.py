@@ -10,8 +10,9 @@ import pytest
 import keylane.testing.clock
 import keylane.testing.harness
 import keylane.testing.log
-from keylane import App, Message, Poison, SettingsError, Transient
+from keylane import App, Message, Poison, Retry, SettingsError, Transient, VersionOrdering
 from keylane.testing import (
+    CheckFailed,
     Crash,
     Drain,
     EventKind,
@@ -19,14 +20,18 @@ from keylane.testing import (
     Flaw,
     Harness,
     Pause,
+    Recreate,
+    Recut,
     Redrive,
     RunResult,
     StuckError,
     check,
     check_results,
 )
+from keylane.testing.durable import DurableState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
 
@@ -443,3 +448,163 @@ def test_resource_may_be_replaced_by_a_fake() -> None:
     assert [one.value for one in run.run().results] == [b"7"]
     with pytest.raises(SettingsError, match="has no resource 'cache'; it has 'db', 'table'"):
         Harness(app, resources={"cache": 1})
+
+
+# The source is deleted and created again.
+
+
+def moody(broken: Mapping[bytes, float] | None = None, **settings: Any) -> App:
+    """An app that takes a tenth of a second for a message. It cannot process these values before these seconds."""
+    app = App("moody", source="in", sink="out", **settings)
+
+    @app.stage
+    async def work(msg: Message) -> bytes:
+        await asyncio.sleep(0.1)
+        if asyncio.get_running_loop().time() < (broken or {}).get(msg.value, 0.0):
+            raise Poison("broken")
+        return bytes(msg.value)
+
+    return app
+
+
+def two_topics(
+    app: App, old: str, new: str, *faults: Fault, event_ids: str = ""
+) -> tuple[Harness, RunResult]:
+    """Messages of one key and partition, one a letter: ``old`` ones at second 0, ``new`` ones at 11 in a new topic."""
+    run = Harness(app, partitions=1, faults=[Recreate(at=10.0), *faults])
+    for number, value in enumerate(old + new):
+        headers = {"event-id": event_ids[number]} if event_ids else {}
+        run.send(key=b"k", value=value, headers=headers, at=0.0 if number < len(old) else 11.0)
+    result = run.run()
+    return run, result
+
+
+def letters_of(result: RunResult) -> str:
+    return b"".join(written.value for written in result.results).decode()
+
+
+@pytest.mark.parametrize("faults", [[], [Recut(at=0.15, tasks=2)], [Drain(at=0.15), Drain(at=11.15)]])
+def test_new_source_is_read_from_offset_0(faults: list[Fault]) -> None:
+    run, result = two_topics(moody(), "abc", "de", *faults)
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "abcde"
+    assert [(record.offset(), record.value()) for record in run.log.records("in")] == [(0, b"d"), (1, b"e")]
+    assert list(run.messages()) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert (result.gone, result.verdict.repeats) == ([], 0)
+    assert result.epochs == 2 + len(faults)
+
+
+def test_results_of_a_new_source_have_ids_of_their_own() -> None:
+    _, result = two_topics(moody(), "abc", "de")
+    assert len({dict(written.headers)["event-id"] for written in result.results}) == 5
+
+
+def test_unfinished_messages_go_with_their_source() -> None:
+    _, result = two_topics(echo(delay=2.2), "abcdef", "gh")
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "abcdgh"
+    assert result.gone == [(0, 4), (0, 5)]
+    assert result.elapsed == pytest.approx(11 + 2 * 2.2, abs=0.01)
+
+
+def test_every_new_source_has_the_same_partitions() -> None:
+    run = Harness(moody(), partitions=2, faults=[Recreate(at=10.0), Recreate(at=20.0)])
+    for at in (0.0, 11.0, 21.0):
+        for number in range(20):
+            run.send(key=b"k%d" % (number % 10), value=b"", at=at)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert {partition for partition, _ in run.messages()} == {0, 1, 2, 3, 4, 5}
+    assert len(result.results) == 60
+
+
+def test_source_is_created_again_in_a_later_run() -> None:
+    run = Harness(moody(), partitions=1, faults=[Recreate(at=10.0)])
+    run.send(key=b"k", value=b"a")
+    assert letters_of(run.run()) == "a"
+    run.send(key=b"k", value=b"b", at=10.0)
+    run.send(key=b"k", value=b"c", at=10.0)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "abc"
+    assert list(run.messages()) == [(0, 0), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("policy", ["block", "block_and_dlq", "park"])
+def test_stopped_lane_of_a_deleted_source_is_free(policy: Any) -> None:
+    _, result = two_topics(moody({b"a": 99.0}, on_failure=policy), "ab", "cd")
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "cd"
+    parked = [(0, 0), (0, 1)] if policy == "park" else []
+    assert (result.waiting, result.gone) == (parked, [] if parked else [(0, 0), (0, 1)])
+
+
+@pytest.mark.parametrize("policy", ["skip", "park"])
+def test_letters_of_a_deleted_source_stay(policy: Any) -> None:
+    """No redrive of their key includes them, and they do not hide the new messages at their offsets."""
+    app = moody({b"a": 9.0, b"b": 9.0, b"c": 9.0}, on_failure=policy)
+    _, result = two_topics(app, "abc", "defg", Redrive(at=10.5, key=b"k"), Redrive(at=20.0, key=b"k"))
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "defg"
+    assert [(dead.partition, dead.offset) for dead in result.dead] == [(0, 0), (0, 1), (0, 2)]
+    assert result.waiting == ([(0, 0), (0, 1), (0, 2)] if policy == "park" else [])
+
+
+@pytest.mark.parametrize("policy", ["skip", "park"])
+def test_redriven_letter_is_known_by_its_source(policy: Any) -> None:
+    """One was redriven before; the letter of the new message at its offset is redriven all the same."""
+    redrives = [Redrive(at=5.0, key=b"k"), Redrive(at=20.0, key=b"k")]
+    app = moody({b"a": 4.0, b"c": 14.0}, on_failure=policy)
+    _, result = two_topics(app, "ab", "cd", *redrives)
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == {"skip": "badc", "park": "abcd"}[policy]
+    assert (result.waiting, result.gone) == ([], [])
+
+
+def test_event_of_a_deleted_source_is_no_duplicate() -> None:
+    _, result = two_topics(moody(), "abc", "def", event_ids="123113")
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "abcdf"
+    assert result.duplicates == [(1, 1)]
+
+
+def test_attempts_at_a_deleted_source_do_not_count() -> None:
+    """Its attempts are recorded: another message was committed since."""
+    app = App("tired", source="in", sink="out", retry=Retry(attempts=3))
+    seen: list[tuple[bytes, int]] = []
+
+    @app.stage
+    async def work(msg: Message) -> None:
+        seen.append((msg.value, msg.attempt))
+        if msg.key == b"k" and msg.attempt < 3:
+            raise Transient("again", retry_after=6.0)
+
+    run = Harness(app, partitions=1, faults=[Crash(at=9.0), Recreate(at=10.0)])
+    for key, value, at in ((b"k", b"a", 0.0), (b"j", b"b", 7.0), (b"k", b"c", 11.0), (b"k", b"d", 11.0)):
+        run.send(key=key, value=value, at=at)
+    result = run.run()
+    result.verdict.raise_if_bad()
+    assert seen == [
+        (b"a", 1),
+        (b"a", 2),
+        (b"b", 1),
+        *((value, n) for value in (b"c", b"d") for n in (1, 2, 3)),
+    ]
+    assert result.gone == [(0, 0)]
+
+
+def test_versions_of_a_deleted_source_do_not_count() -> None:
+    app = moody(versions=VersionOrdering(lambda msg: int(msg.value)))
+    _, result = two_topics(app, "123", "12")
+    result.verdict.raise_if_bad()
+    assert letters_of(result) == "12312"
+    assert result.stale == []
+
+
+def test_lost_message_of_a_new_source_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the old progress applies to the new topic."""
+    monkeypatch.setattr(DurableState, "of_new_source", lambda self: self)
+    _, result = two_topics(moody(), "abc", "defg")
+    with pytest.raises(CheckFailed, match="3 lost"):
+        result.verdict.raise_if_bad()
+    assert [(one.partition, one.offset) for one in result.verdict.lost] == [(1, 0), (1, 1), (1, 2)]

@@ -90,3 +90,12 @@ def test_a_partition_that_does_not_exist_is_refused(partition: int) -> None:
 def test_topic_has_at_least_one_partition() -> None:
     with pytest.raises(ValueError, match="partitions must be at least 1, got 0"):
         MemoryLog(partitions=0)
+
+
+def test_recreated_topic_is_empty_and_begins_at_offset_0() -> None:
+    log = MemoryLog(partitions=2)
+    for topic in ("a", "b"):
+        log.append(topic, key=None, value=b"1", partition=1)
+    log.recreate("a")
+    assert (log.records("a"), log.end("a", 1), log.end("b", 1)) == ([], 0, 1)
+    assert log.append("a", key=None, value=b"2", partition=1).offset() == 0
