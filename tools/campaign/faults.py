@@ -162,6 +162,8 @@ def _zombie(scene: Scene, shot: Shot) -> None:
         if taken:
             new = scene.await_task(zombie.stopped, task=line.task)
             scene.note(f"its task began again in worker {new.pid} ({new.owner})")
+        else:  # its task had just ended: the lanes are nobody else's, and continue
+            scene.zombies.remove(zombie)
     finally:
         _wake(scene, shot, [zombie])
 
