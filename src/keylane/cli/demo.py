@@ -308,7 +308,8 @@ def _show(console: Console, facts: DemoFacts) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(
-        "Stages: 5 + 20 + 50 to 80 + 10 ms. Broker, load and Spark shared this machine; "
+        "Stages: 5 + 20 + 50 to 80 + 10 ms. Broker, load and Spark shared this machine, and the first seconds, in "
+        "which Java warms up, count in all latencies; "
         f"{counted(facts.tasks, 'task')}, {counted(facts.epochs, 'epoch')}. "
         f"{'Every guarantee was kept.' if facts.sound else 'A GUARANTEE WAS BROKEN.'}"
     )
