@@ -1,9 +1,8 @@
 """What the end of an epoch costs, and a crash: ``python -m bench.epochs [--rate 1000] [--epochs 12] [--rounds 3]``.
 
 =========== ==========================================================================================================
-``gap``     an epoch every few seconds under a steady load: for how long no message of a partition begins where one
-            epoch ends and the next one begins
-``idle``    the same when nothing comes: from a task's last fetch to the first of the task after it, by the tasks' logs
+``gap``     an epoch every few seconds under a steady load: the longest time in which no message of a partition
+            begins; lanes keep running where one epoch ends and the next one begins
 ``latency`` of that run, beside one of a single epoch: from when a message was due to when its result was read
 ``worker``  kill -9 of a Python worker on ``local[2,4]``: until messages of its partitions begin again
 ``driver``  kill -9 of ``keylane run`` and all of its processes, which is started again at once: until messages begin
@@ -17,14 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -40,10 +37,7 @@ from keylane.testing import EventKind, History, HistoryWriter, Sent, check, read
 
 EPOCH_SECONDS = 3.0
 PARTITIONS = 8
-SILENCE_SECONDS_MIN = 0.12
-"""Seconds. At the rates used here a partition's messages follow each other faster than that, but once in a million."""
 _RECOVERY_SECONDS_MAX = 60.0
-_IDLE_EPOCHS_COUNT = 8
 
 if name := os.environ.get("KEYLANE_BENCH_APP"):
     app = App(
@@ -63,9 +57,7 @@ if name := os.environ.get("KEYLANE_BENCH_APP"):
 class Found:
     """The figures of all rounds, in milliseconds."""
 
-    gap: list[float] = field(default_factory=list)
-    idle: list[float] = field(default_factory=list)
-    gap_worst: list[float] = field(default_factory=list)
+    gap: dict[str, list[float]] = field(default_factory=lambda: {"one epoch": [], "many": []})
     p50: dict[str, list[float]] = field(default_factory=lambda: {"one epoch": [], "many": []})
     p99: dict[str, list[float]] = field(default_factory=lambda: {"one epoch": [], "many": []})
     worker: list[float] = field(default_factory=list)
@@ -123,8 +115,8 @@ class Run:
         return found
 
 
-def gaps(run: Run, rate: float, seconds: float, epochs: int) -> tuple[list[float], list[float], float, float]:
-    """The silences of partitions and, without a load, of tasks; the median and 99th percentile of latency. In ms."""
+def gaps(run: Run, rate: float, seconds: float) -> tuple[float, float, float]:
+    """The longest gap of a partition, and the median and 99th percentile of latency, in milliseconds."""
     with run.start() as process:
         run.load(rate, 3).join()  # until everything is warm
         run.results.read(run.sent)
@@ -133,37 +125,13 @@ def gaps(run: Run, rate: float, seconds: float, epochs: int) -> tuple[list[float
         run.results.read(run.sent)
         loading.join()
         process.must_run()
-        before = process.log.stat().st_size
-        if epochs:
-            time.sleep(epochs * EPOCH_SECONDS)
-        nothing = process.log.read_bytes()[before:].decode()
     events = [e for e in run.judged() if e.kind is EventKind.START and e.at > began + 1]
-    silences = []
+    longest = 0.0
     for partition in range(PARTITIONS):
-        of_it = [e.seq / 1e9 for e in events if e.partition == partition]
-        silences += [1e3 * (b - a) for a, b in pairwise(of_it) if b - a > SILENCE_SECONDS_MIN]
+        starts = [e.seq / 1e6 for e in events if e.partition == partition]
+        longest = max(longest, *(later - earlier for earlier, later in pairwise(starts)))
     late = sorted(at - due for due, at in run.results.came if due > began + 1)
-    return silences, idle(nothing) if epochs else [], 1e3 * median(late), 1e3 * late[int(len(late) * 0.99)]
-
-
-def idle(log: str) -> list[float]:
-    """Milliseconds from the last fetch of each epoch's tasks to the first of the next epoch's, by what they logged."""
-    lasts: dict[int, list[float]] = {}
-    firsts: dict[int, list[float]] = {}
-    for at, epoch, closed in re.findall(
-        r"^(\S+ \S+) INFO keylane.task \S+: epoch (\d+) (?:began|ended .* closed in ([\d.]+) s)",
-        log,
-        re.MULTILINE,
-    ):
-        when = datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=UTC).timestamp()
-        if closed:
-            lasts.setdefault(int(epoch), []).append(when - float(closed))
-        else:
-            firsts.setdefault(int(epoch), []).append(when)
-    if not lasts or not firsts:
-        raise BenchError("the tasks' logs tell of no epoch: is KEYLANE_LOG above INFO?")
-    both = sorted(lasts.keys() & {epoch - 1 for epoch in firsts})
-    return [1e3 * (max(firsts[epoch + 1]) - min(lasts[epoch])) for epoch in both]
+    return longest, 1e3 * median(late), 1e3 * late[int(len(late) * 0.99)]
 
 
 def recovery(run: Run, rate: float, what: str) -> float:
@@ -229,22 +197,13 @@ def main() -> None:
                 for kind, epoch in (("one epoch", 300.0), ("many", EPOCH_SECONDS)):
                     name = f"g{number}-{epoch:g}"
                     ground.topics(name)
-                    more = _IDLE_EPOCHS_COUNT if kind == "many" else 0
                     run = Run(ground, name, epoch)
-                    silences, nothing, p50, p99 = gaps(run, given.rate, given.epochs * EPOCH_SECONDS, more)
+                    gap, p50, p99 = gaps(run, given.rate, given.epochs * EPOCH_SECONDS)
+                    found.gap[kind].append(gap)
                     found.p50[kind].append(p50)
                     found.p99[kind].append(p99)
-                    if kind == "many":
-                        if len(silences) < PARTITIONS * given.epochs // 2:
-                            raise BenchError(
-                                f"{len(silences)} gaps in {given.epochs} epochs of {PARTITIONS} partitions"
-                            )
-                        found.gap.append(median(silences))
-                        found.idle.append(median(nothing))
-                        found.gap_worst.append(max(silences))
-                    told = f"median {median(silences or [0]):.0f}, worst {max(silences, default=0):.0f} ms"
                     print(
-                        f"{number + 1}: {kind:9} p50 {p50:.1f} p99 {p99:.1f} ms; {len(silences)} silences, {told}",
+                        f"{number + 1}: {kind:9} p50 {p50:.1f} p99 {p99:.1f} ms; longest gap {gap:.0f} ms",
                         flush=True,
                     )
             if given.only != "gap":
@@ -255,9 +214,8 @@ def main() -> None:
                     print(f"{number + 1}: {what} killed, goes on after {into[-1]:,.0f} ms", flush=True)
     print("\n| | median of the rounds | worst |\n|---|---|---|")
     rows = {
-        "gap between epochs, ms (median of a round)": found.gap,
-        "gap between epochs, ms (worst of a round)": found.gap_worst,
-        "gap between epochs without a load, ms": found.idle,
+        "longest gap of a partition, one epoch, ms": found.gap["one epoch"],
+        f"longest gap of a partition, an epoch every {EPOCH_SECONDS:g} s, ms": found.gap["many"],
         "p50, one epoch, ms": found.p50["one epoch"],
         f"p50, an epoch every {EPOCH_SECONDS:g} s, ms": found.p50["many"],
         "p99, one epoch, ms": found.p99["one epoch"],
