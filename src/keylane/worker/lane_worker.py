@@ -428,7 +428,8 @@ class LaneWorker:
                 job.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             fetcher.stop_fetching()
-            await dead_letters.end(0.0 if ownership.lost else LAST_REPORTS_SECONDS)
+            fenced = ownership.lost and not ownership.asked_to_leave
+            await dead_letters.end(0.0 if fenced else LAST_REPORTS_SECONDS)
             await worker_session.purge_producers(LAST_REPORTS_SECONDS)
             self._rejected = self._rejections.add_suspects(engine.refusals, time.monotonic())
             engine.settle()
@@ -568,13 +569,14 @@ class LaneWorker:
 
     async def _is_over(self, engine: Engine, state: StateTopic) -> bool:
         """Whether to drain now. At the end of an epoch the task is detached instead, and the lanes keep running."""
+        with self._lock:
+            plan, attached, deadline = self._plan, self._attached, self._deadline
         if self._retiring:  # a task that needs other lanes waits for the end of these
             self._leaves_alone = True
             return True
-        plan = self._plan
         if plan is not self._served:
             self._begin_epoch(plan)
-        if not self._attached:
+        if not attached:
             if time.monotonic() - self._detached_at < plan.keep_alive:
                 return False
             log.warning("%s: no Spark task for %g s: draining and releasing", self.owner, plan.keep_alive)
@@ -582,7 +584,7 @@ class LaneWorker:
                 self._deserted = self._closing = self._leaves_alone = not self._attached
             return self._deserted
         replanned = state.wanted.get("number", 0) > plan.replan
-        if time.monotonic() < self._deadline and not replanned:
+        if time.monotonic() < deadline and not replanned:
             return False
         if replanned:
             log.info("%s: there are other tasks or partitions now; the epoch ends", self.owner)
