@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from keylane.offsets.pieces import BUCKET, BUCKETS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from keylane.message import Record
     from keylane.offsets.watermark import Watermark
 
+_OFFSET, _RECORD = attrgetter("offset"), attrgetter("record")
 _LOAD_SAMPLE_MESSAGES = 16
 """One of this many messages is counted for its partition's load."""
 
@@ -109,21 +111,22 @@ class HeldMessages:
         self._watermarks[partition].done(offsets)
         self._flows[partition].done += len(offsets)
 
-    def done(self, deliveries: Iterable[Delivery]) -> None:
-        """Everything that these messages caused is durable."""
-        offsets: defaultdict[int, list[int]] = defaultdict(list)
-        for delivery in deliveries:
-            offsets[delivery.partition].append(delivery.offset)
-        for partition, group in offsets.items():
-            self._watermarks[partition].done(group)
+    def done(self, deliveries: Iterable[Delivery], *, make_room: bool) -> None:
+        """Everything that these messages caused is durable. ``make_room``: see :meth:`make_room`."""
+        for partition, group in _by_partition(deliveries).items():
+            self._watermarks[partition].done(list(map(_OFFSET, group)))
+            if make_room:
+                self._make_room(partition, group)
 
     def make_room(self, deliveries: Iterable[Delivery]) -> None:
         """Nothing needs these messages any more: the fetcher may fetch others."""
-        flows = self._flows
-        for delivery in deliveries:
-            flow = flows[delivery.partition]
-            flow.done += 1
-            flow.bytes_done += len(delivery.record)  # type: ignore[arg-type]  # the client's have a size
+        for partition, group in _by_partition(deliveries).items():
+            self._make_room(partition, group)
+
+    def _make_room(self, partition: int, group: list[Delivery]) -> None:
+        flow = self._flows[partition]
+        flow.done += len(group)
+        flow.bytes_done += _size(map(_RECORD, group))
 
     @property
     def pending(self) -> int:
@@ -133,6 +136,14 @@ class HeldMessages:
     def reached(self, until: Mapping[int, int]) -> bool:
         """Whether every partition was read up to its offset in ``until``."""
         return all(mark.position >= until[p] for p, mark in self._watermarks.items())
+
+
+def _by_partition(deliveries: Iterable[Delivery]) -> Mapping[int, list[Delivery]]:
+    """The hot path: one step per message, all others are in C."""
+    groups: defaultdict[int, list[Delivery]] = defaultdict(list)
+    for delivery in deliveries:
+        groups[delivery.partition].append(delivery)
+    return groups
 
 
 def _size(records: Iterable[Record]) -> int:

@@ -491,11 +491,10 @@ class LaneWorker:
         own = deliveries
         if self._commands is not None and not self._commands.idle:
             own = self._without_redriven(deliveries)
-        self._held.done(own)
+        self._held.done(own, make_room=not self._exact)  # else when the transaction is committed
         if self._exact:
             self._uncommitted.add(deliveries)
         else:
-            self._held.make_room(own)
             self._rows.add(deliveries)
 
     def _count(self, deliveries: list[Delivery]) -> None:

@@ -149,8 +149,8 @@ class KafkaOutput:
         headers = delivery.carried
         # The event id is almost always the last and short: the hot path of result_headers().
         if headers and (last := headers[-1])[0] == EVENT_ID and (own := last[1]) and len(own) < self._short:
-            headers = headers[:-1]
-            headers.append((EVENT_ID, self._prefix + own))
+            named = EVENT_ID, self._prefix + own
+            headers = [named] if len(headers) == 1 else [*headers[:-1], named]
         else:
             headers = result_headers(delivery, self._prefix)
         if self._origin:
