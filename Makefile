@@ -36,6 +36,7 @@ bench: dev-env ## measure throughput and latency, and compare with the peers (AR
 ifeq ($(ARGS),)
 	$(BIN)/python -m bench.blocked
 	$(BIN)/python -m bench.skew
+	$(BIN)/python -m bench.pauses
 	$(BIN)/python -m bench.telemetry
 endif
 
