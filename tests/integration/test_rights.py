@@ -72,7 +72,7 @@ def test_documented_rights_are_enough(name: str, delivery: Any) -> None:
         log = Log(broker.bootstrap)
         log.create("source", "sink", partitions=2)
         log.send("source", [{"key": b"k%d" % n, "value": b"bad" if n == 7 else b"good"} for n in range(50)])
-        # The broker creates its own topics with the rights of whoever needs them first, which is everyone now.
+        # The broker creates its own topics with the rights of the client that needs them first, which is everyone now.
         producer: Any = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": "first"})
         producer.init_transactions(30)
         log.cluster.committed("first", "source", [0])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def measure(counts: Sequence[int], kilobytes: int) -> list[Row]:
-    """One job for each number of tasks, twice; the second counts. Each task gets so many KB of its own."""
+    """One job for each number of tasks, twice; the second counts. Each task gets this many KB of its own."""
     spark = session("local[2]", "simulate")
     rows: list[Row] = []
     try:

@@ -30,7 +30,7 @@ _FAILURE = FailureInfo(
 
 
 def measure(counts: Sequence[int], partitions: Sequence[int]) -> list[Row]:
-    """The time to read so many records; and what the planner asks, by the number of partitions of an empty topic."""
+    """The time to read this many records, and what the planner asks, by the number of partitions of an empty topic."""
     rows: list[Row] = []
     with broker() as (_, settings):
         cluster = Cluster(settings)

@@ -69,7 +69,7 @@ class PieceCounts:
         return -self._finer[0][0] if self._finer else 0.0
 
     def extend(self, extra: int) -> int:
-        """Add up to so many extra pieces, each time to the partition with the heaviest. Returns how many there are."""
+        """Add extra pieces, each to the partition with the heaviest, up to a number. Returns how many there are."""
         while self._finer and len(self._extra) < extra:
             p = self._finer[0][1]
             self._extra.append(p)
@@ -97,7 +97,7 @@ class Cutter:
         self._made: dict[tuple[int, int], list[Piece]] = {}
 
     def pieces(self, counts: Mapping[int, int]) -> Iterable[Piece]:
-        """All partitions, each in so many pieces."""
+        """All partitions, each in this number of pieces."""
         for partition, count in counts.items():
             made = self._made.get((partition, count))
             if made is None:

@@ -1,6 +1,6 @@
 """The commit: one transaction that several contributors fill.
 
-A contributor adds its records and offsets, and is told afterwards whether the transaction was committed. So everything
+A contributor adds its records and offsets, and hears afterwards whether the transaction was committed. So everything
 that belongs to a task's progress is committed with it, or is in the next transaction.
 """
 
