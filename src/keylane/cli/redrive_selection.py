@@ -13,6 +13,7 @@ from keylane.cli.layout import counted
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
 from keylane.errors import SettingsError
 from keylane.lanes.lane_record import LaneRecord, LaneStatus
+from keylane.offsets.identity import TopicIdentity
 from keylane.state.admin import new_command
 from keylane.state.commands import Command
 
@@ -104,8 +105,8 @@ class RedriveSelection:
         self._causes = Causes()
         self._lots: dict[Place, LaneSelection] = {}
         self._firsts: dict[
-            tuple[str, int, int, DeadLetterKind], dict[int, int]
-        ] = {}  # found by ``keylane.dlq.reader``
+            tuple[TopicIdentity, int, int, DeadLetterKind], dict[int, int]
+        ] = {}  # by source: the first letter of each message
 
     def add(self, letter: DeadLetter | UnreadableDeadLetter) -> None:
         """Add the next dead letter."""
@@ -117,7 +118,7 @@ class RedriveSelection:
             self.archived += wanted
             return
         kin = self._firsts.setdefault(
-            (letter.topic, letter.source_partition, letter.redrives, letter.kind), {}
+            (letter.identity, letter.source_partition, letter.redrives, letter.kind), {}
         )
         first = kin.setdefault(letter.source_offset, letter.offset)
         redriven = self._redriven.get(letter.partition, ())

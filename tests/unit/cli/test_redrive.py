@@ -133,6 +133,14 @@ def test_redrive_selects_a_letter_with_its_repetition() -> None:
     assert only(chosen(letters, [1])).letters() == (1,)
 
 
+def test_letter_of_a_recreated_topic_is_no_repetition() -> None:
+    """The message at the same offset of the topic that was deleted is another one."""
+    letters = [letter(0, topic_id="id-0"), letter(7, source_offset=100)]
+    made = chosen(letters, redriven=[0])
+    assert only(made).letters() == (7,)
+    assert made.redriven == 1
+
+
 def test_repeat_of_a_redriven_letter_is_left_out() -> None:
     made = chosen(
         [letter(0), letter(7, source_offset=100), letter(8, source_offset=100, redrives=1)], redriven=[0]
