@@ -289,6 +289,26 @@ def test_a_new_worker_takes_the_part_that_has_no_task(
     assert judge(load.sent).repeats == 0
 
 
+def test_lanes_of_vanished_workers_are_taken_in_short_epochs(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], begun: list[Epochs]
+) -> None:
+    """The planner believes that both workers are there, and neither gets a task any more."""
+    log.create(f"{name}.in", f"{name}.out", partitions=2)
+    epochs = Epochs(log, slow_app(name, tmp_path))
+    begun.append(epochs)
+    with Load(log, f"{name}.in") as load:
+        epochs.run(assignment=EACH, seconds=2.0)
+        vanished = epochs.workers()
+        epochs.run(assignment=EACH, seconds=1.5, fresh=2)
+        for _ in range(4):
+            epochs.run(assignment=EACH, seconds=1.5)
+        assert not any(worker._thread.is_alive() for worker in vanished)
+    epochs.run(assignment=EACH, seconds=2.0)
+    assert log.lag(name, f"{name}.in") == 0
+    epochs.end()
+    assert judge(load.sent).repeats == 0
+
+
 def test_new_workers_that_choose_at_once_take_different_parts(
     log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], begun: list[Epochs]
 ) -> None:

@@ -324,13 +324,13 @@ class Ownership:
             claim.run == self._run
             and not claim.leaving
             and self._claimant.competes(claim)
-            and _may_be_alive(claim.who)
+            and may_be_alive(claim.who)
         )
 
     def _is_over(self, claim: Claim, waited: float) -> bool:
         """Whether to fence this owner now, after having ``waited`` seconds for it."""
         if claim.run == self._run and (
-            claim.epoch < 0 or self._claimant.succeeds(claim) or not _may_be_alive(claim.who)
+            claim.epoch < 0 or self._claimant.succeeds(claim) or not may_be_alive(claim.who)
         ):
             return True
         if claim.leaving:
@@ -352,7 +352,7 @@ class Ownership:
         return notes
 
 
-def _may_be_alive(who: str) -> bool:
+def may_be_alive(who: str) -> bool:
     """False if this owner was a process of this machine that does not exist any more."""
     host, _, rest = who.rpartition(":")
     pid = rest.partition("/")[0]

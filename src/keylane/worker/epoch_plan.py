@@ -15,6 +15,7 @@ from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.reassignment import match
 from keylane.offsets.slots import ALL
 from keylane.state.labels import Labels
+from keylane.state.ownership import may_be_alive
 from keylane.state.topic import StateTopic
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from keylane.worker.task_plan import TaskPlan
 
 OWNERS_ATTACH_SECONDS = 2.0
-"""How long a worker without lanes leaves a part to the worker that has its lanes, and may still get its task."""
+"""How long a worker without lanes leaves a part to the worker that has its lanes, and may still get its task.
+
+At most a quarter of the epoch: otherwise nobody would take the lanes of workers that have died.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +85,19 @@ class EpochPlan:
         )
         try:
             state.restore()
-            claims = [
-                (p, claim)
-                for p, owners in state.owners.items()
-                for claim in owners.values()
-                if claim.run == plan.run and not claim.leaving and claim.epoch == plan.epoch
+            owners = [
+                (p, owner, claim)
+                for p, found in state.owners.items()
+                for owner, claim in found.items()
+                if claim.run == plan.run and not claim.leaving
             ]
         finally:
             state.close()
-        homes = set(self.homes.values()) if waited < OWNERS_ATTACH_SECONDS else set[int]()
+        claims = [(p, claim) for p, _, claim in owners if claim.epoch == plan.epoch]
+        homes = set[int]()
+        if waited < min(OWNERS_ATTACH_SECONDS, plan.seconds / 4):
+            alive = {owner for _, owner, claim in owners if may_be_alive(claim.who)}
+            homes = {number for owner, number in self.homes.items() if owner in alive}
         free = list[int]()
         for number in self._in_order(plan.spark_task):
             found = list(_claims_of(self.assignment.tasks[number], claims))

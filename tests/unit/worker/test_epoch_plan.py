@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keylane.offsets.assignment import AssignedRange, Assignment, make_plan
 from keylane.offsets.slots import ALL, Slots
-from keylane.state.ownership import Claimant, _may_be_alive
+from keylane.state.ownership import Claimant, may_be_alive
 from keylane.state.topic import Claim
 from keylane.worker.epoch_plan import EpochPlan, homes
 
@@ -73,7 +73,7 @@ def test_owner_whose_process_has_ended_is_known_to_be_dead() -> None:
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert not _may_be_alive(f"{socket.gethostname()}:{pid}/0")
-    assert _may_be_alive(f"{socket.gethostname()}:{os.getpid()}/0")
-    assert _may_be_alive(f"another-host:{pid}/0")
-    assert _may_be_alive("no owner's name")
+    assert not may_be_alive(f"{socket.gethostname()}:{pid}/0")
+    assert may_be_alive(f"{socket.gethostname()}:{os.getpid()}/0")
+    assert may_be_alive(f"another-host:{pid}/0")
+    assert may_be_alive("no owner's name")
