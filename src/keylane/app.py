@@ -363,7 +363,7 @@ class App:
             if (known.types is None) != (types is None):
                 raise SettingsError(
                     f"{where}: app {self.name!r} has {known.name!r} already; an app has either stages (@app.stage), "
-                    "which every message passes, or handlers (@app.on), of which it runs those of its type"
+                    "that every message passes, or handlers (@app.on) that each run for one type of message"
                 )
             if types == () == known.types:
                 raise SettingsError(f"{where}: {known.name!r} is the handler of all other types already")
