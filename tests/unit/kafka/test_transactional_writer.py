@@ -120,7 +120,8 @@ def test_progress_of_an_aborted_transaction_is_not_sent_again(monkeypatch: pytes
             offsets: list[Any] = ["offset"]
             async with writer.exclusive():
                 writer.put_state(0, b"lane/k", b"blocked", told.append)
-                await writer.commit_with(offsets, [(0, b"progress", value)], [("ledger", b"l" + value, b"k")])
+                ledger = "ledger", b"l" + value, b"k", -1, (), None
+                await writer.commit_with(offsets, [(0, b"progress", value)], [ledger])
 
         with pytest.raises(AbortedError):
             await progress(b"5")
