@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +24,7 @@ from support.topics import Log, at_work, kill, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
 
@@ -54,7 +54,9 @@ def new_process() -> None:
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_state_continues_where_the_last_task_ended(log: Log, name: str, tmp_path: Path, delivery: str) -> None:
+def test_state_continues_where_the_last_task_ended(
+    log: Log, name: str, tmp_path: Path, delivery: str
+) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)
     log.send(f"{name}.in", load(600, 40))
     runner = Runner(log, name, tmp_path, make(name, tmp_path, delivery=delivery))
@@ -66,7 +68,8 @@ def test_state_continues_where_the_last_task_ended(log: Log, name: str, tmp_path
     runner.run(run="r2")
     assert stored(log, name) == folded(log.read(f"{name}.in"))
     assert all(
-        counts == list(range(1, len(counts) + 1)) for counts in counts_in_sink(log.read(f"{name}.out")).values()
+        counts == list(range(1, len(counts) + 1))
+        for counts in counts_in_sink(log.read(f"{name}.out")).values()
     )
 
 
@@ -158,7 +161,7 @@ def test_state_follows_its_keys_to_new_partitions(log: Log, name: str, tmp_path:
     log.create(f"{name}.in", f"{name}.dlq", f"{name}.lane-state", f"{name}.state", partitions=4)
     log._producer = None  # it does not know the new partitions
     log.send(f"{name}.in", load(800, 80, begin=800))
-    runner.run(run="r2", starts={p: 0 for p in range(4)} | runner.positions())
+    runner.run(run="r2", starts=dict.fromkeys(range(4), 0) | runner.positions())
     counts = {key: list(range(1, 1 + state.count)) for key, state in folded_by_number(log, name).items()}
     in_order = {key: sorted(found) for key, found in counts_in_sink(log.read(f"{name}.out")).items()}
     assert in_order == counts, "every key goes on counting"
