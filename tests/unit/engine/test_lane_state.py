@@ -198,7 +198,7 @@ def test_batch_stage_has_a_state_for_each_message() -> None:
         for count in counts:
             count.value += 1
         return [
-            Poison("never") if msg.value == "bad" else f"{msg.key.decode()}{count.value}"
+            Poison("never") if msg.value == "bad" else f"{msg.key!r}{count.value}"
             for msg, count in zip(msgs, counts, strict=True)
         ]
 
@@ -207,7 +207,7 @@ def test_batch_stage_has_a_state_for_each_message() -> None:
         for key in ("a", "b"):
             harness.send(value, key=key)
     result = harness.run()
-    assert sorted(texts(result)) == ["a1", "a2", "b1", "b2"]
+    assert sorted(texts(result)) == ["b'a'1", "b'a'2", "b'b'1", "b'b'2"]
     assert result.states == {b"a": {"count": 2}, b"b": {"count": 2}}
 
 
@@ -232,12 +232,12 @@ def test_payload_message_resource_and_state_come_together() -> None:
     @found.stage
     async def work(order: Order, total: State[int], times: int, msg: Message) -> str:
         total.value += order.n * times
-        return f"{msg.key.decode()}{total.value}"
+        return f"{msg.key!r}{total.value}"
 
     harness = Harness(found)
     harness.send({"n": 2}, key="k")
     harness.send({"n": 3}, key="k")
-    assert texts(harness.run()) == ["k20", "k50"]
+    assert texts(harness.run()) == ["b'k'20", "b'k'50"]
 
 
 def test_middleware_wraps_a_stage_with_state() -> None:

@@ -134,7 +134,7 @@ def test_migration_converts_what_does_not_fit() -> None:
 
 def test_migration_that_fails_is_named() -> None:
     with pytest.raises(Poison, match=r"migrate= failed: KeyError"):
-        _ = opened(Chat, b"[]", migrate=lambda old: {}["x"]).value
+        _ = opened(Chat, b"[]", migrate=lambda old: {"a": Chat()}["x"]).value
     with pytest.raises(Poison, match=r"migrate= returned int"):
         _ = opened(Chat, b"[]", migrate=lambda old: 3).value
 

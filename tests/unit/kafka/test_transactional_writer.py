@@ -164,9 +164,9 @@ def test_a_record_larger_than_its_topic_takes_is_left_out(monkeypatch: pytest.Mo
         async with writer.exclusive():
             await writer.commit_with(
                 records=[
-                    ("app.ledger", b"1", b"k" * 1_000),
-                    ("app.ledger", b"2", b"k"),
-                    ("other", b"3", b"k" * 1_000),
+                    ("app.ledger", b"1", b"k" * 1_000, -1, (), None),
+                    ("app.ledger", b"2", b"k", -1, (), None),
+                    ("other", b"3", b"k" * 1_000, -1, (), None),
                 ]
             )
 
