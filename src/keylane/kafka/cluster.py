@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from confluent_kafka import Consumer
+    from confluent_kafka.admin import ClusterMetadata  # type: ignore[attr-defined]
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.offsets.metadata import Committed
@@ -57,6 +58,8 @@ TELEMETRY_CONFIG = {"retention.ms": "86400000", "segment.ms": "3600000", "segmen
 DEAD_LETTER_ROOM_BYTES = 65_536
 """By how much a dead letter may be larger than its message: the failure's context."""
 
+_NAMES_SECONDS = 1.0
+"""Time without an answer after which the names of the hosts are checked."""
 _COMMITTED_SECONDS = 1.0
 """Time for which a query for committed offsets waits for a transaction that is about to change them."""
 _LIST_OFFSETS_SECONDS = 3.0
@@ -173,7 +176,7 @@ class Cluster:
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
         try:
-            found = self._admin.list_topics(timeout=REQUEST_SECONDS)
+            found = self._list_topics()
         except KafkaException as error:
             self._admin.poll(0)  # serves error_cb, which explain_no_answer() needs
             raise BrokerError(
@@ -182,6 +185,18 @@ class Cluster:
             ) from error
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
+
+    def _list_topics(self) -> ClusterMetadata:
+        """Ask for the topics. Raises BrokerError after a second when none of the hosts is known to the DNS."""
+        try:
+            return self._admin.list_topics(timeout=min(_NAMES_SECONDS, REQUEST_SECONDS))
+        except KafkaException:
+            if unknown := self._settings.unknown_hosts():
+                raise BrokerError(
+                    f"no Kafka broker at {self._settings.bootstrap}: {unknown}. "
+                    "Check the address and this machine's DNS"
+                ) from None
+        return self._admin.list_topics(timeout=REQUEST_SECONDS)
 
     def partitions(self, topic: str, what: str = "topic", *, known: Mapping[str, int] | None = None) -> int:
         """The topic's number of partitions. Raises BrokerError if it does not exist.
