@@ -201,7 +201,7 @@ class Proposal:
 def _decode_note(found: object) -> tuple[str, str | None]:
     name, value = wire.row(found, 2)
     if not bytes.fromhex(wire.text(name)).startswith((COMMAND, AUDIT)):
-        raise MalformedRecordError("expected a record about an operator's order")
+        raise MalformedRecordError("expected a record about an operator's command")
     return name, None if value is None else wire.text(value)
 
 
