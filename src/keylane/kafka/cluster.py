@@ -198,10 +198,18 @@ class Cluster:
                 ) from None
         return self._admin.list_topics(timeout=REQUEST_SECONDS)
 
-    def partitions(self, topic: str, what: str = "topic", *, known: Mapping[str, int] | None = None) -> int:
+    def partitions(
+        self,
+        topic: str,
+        what: str = "topic",
+        *,
+        known: Mapping[str, int] | None = None,
+        remedy: str = "Create it, or correct its name",
+    ) -> int:
         """The topic's number of partitions. Raises BrokerError if it does not exist.
 
-        ``what`` begins the message. ``known``: the result of a recent :meth:`topics`, to save a request.
+        ``what`` begins the message, and ``remedy`` ends it. ``known``: the result of a recent :meth:`topics`, to save
+        a request.
         """
         topics = self.topics() if known is None else known
         if topic not in topics:
@@ -214,7 +222,7 @@ class Cluster:
             existing = f"; existing topics: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
             raise BrokerError(
                 f"{what} {topic!r} does not exist at {self._settings.bootstrap}"
-                f"{existing if names else '; there are no topics'}. Create it, or correct its name"
+                f"{existing if names else '; there are no topics'}. {remedy}"
             )
         return topics[topic]
 
