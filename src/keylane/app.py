@@ -56,6 +56,7 @@ class RunOptions(TypedDict, total=False):
     epoch: float
     keep_alive: float
     tasks: int | Literal["auto"] | None
+    shard: str | None
     outcomes: Literal["all", "failed", "none"]
     checkpoint_location: str | Path
     query_name: str
@@ -451,6 +452,8 @@ class App:
         ``epoch`` is the seconds until the next epoch is planned (300); lanes keep running meanwhile. ``keep_alive`` is
         for how many seconds they do so without a Spark task (10); then they drain and are released. With 0 every epoch
         ends with a drain. ``tasks`` is how many tasks there are at most; as many as Spark has slots if not given.
+        ``shard``, such as ``"3/8"``, makes this run process the third of eight shares of the partitions; other runs,
+        each with a Spark application of its own, process the rest.
 
         ``checkpoint_location`` is Spark's checkpoint, a temporary one if not given; ``query_name`` the query's name in
         Spark, the app's if not given. ``format`` and ``path`` are the query's sink for outcome rows, as of
@@ -485,6 +488,7 @@ _SPARK_NAMES = {
     "epoch": "epoch",
     "keep_alive": "keepAlive",
     "tasks": "tasks",
+    "shard": "shard",
     "outcomes": "outcomes",
     "checkpoint_location": "checkpointLocation",
     "query_name": "queryName",
