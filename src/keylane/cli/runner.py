@@ -164,7 +164,9 @@ class Runner:
         app, again, self._used = self._app, " again" if self._used else "", True
         query = start(app, spark, package=self._package, **self._given)
         self._stopper.runs(app.drain_timeout + _DRAIN_GRACE_SECONDS + _END_SECONDS_MAX)
-        sink = app.sink or ("no sink" if app.custom_sink is None else type(app.custom_sink).__name__)
+        sink = ", ".join(app.sinks) or (
+            "no sink" if app.custom_sink is None else type(app.custom_sink).__name__
+        )
         self._say(
             f"app {app.name!r} runs{again}: {app.source} → {sink} at {self._settings.bootstrap}. "
             "Ctrl-C drains it."

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
-from keylane.engine.result_ids import result_headers, result_id_prefix
-from keylane.errors import Poison, ResourceError
-from keylane.handlers.encoding import as_bytes
+from keylane.engine.results import ResultMaker
+from keylane.errors import ResourceError
+from keylane.handlers.generators import gathered, with_entries_gathered
 from keylane.handlers.middleware import wrapped
 from keylane.message import with_origin
 from keylane.policies.classify import FailureKind, classify
@@ -123,27 +123,25 @@ def _sink_step(app: AppSpec, sink: Sink) -> Step:
 
     Its message is at this stage when it is tried again, so the stages before do not run again.
     """
-    last = app.stages[-1].name
+    last, maker = app.stages[-1].name, ResultMaker(app)
 
     async def write(message: Message) -> None:
         value = message.value
         if value is None:
             return
-        given = value if app.dispatches else [(encode(value, last), "")]
-        results = []
-        for content, handler in given:
-            headers = result_headers(cast("Delivery", message), result_id_prefix(app.name, handler))
-            event_id = (headers[-1][1] or b"").decode(errors="replace")
-            results.append(
-                SinkResult(
-                    key=message.key,
-                    value=content,
-                    headers=with_origin(message, headers) if app.origin_time else headers,
-                    event_id=event_id,
-                    timestamp=message.timestamp,
-                )
+        records = value if app.dispatches else maker.records(cast("Delivery", message), value, last)
+        results = [
+            SinkResult(
+                key=record.key,
+                value=record.value,
+                headers=with_origin(message, record.headers) if app.origin_time else record.headers,
+                event_id=(record.headers[-1][1] or b"").decode(errors="replace"),
+                timestamp=record.timestamp,
             )
-        await sink.write(results)
+            for record in records
+        ]
+        if results:
+            await sink.write(results)
 
     return Step(
         name=SINK_STAGE,
@@ -165,6 +163,10 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
     if read is not None and stage.batching is None:
         function = _typed(function, read, stage.takes.message)
+    if stage.yields:
+        function = gathered(function)
+    elif stage.batching is not None:
+        function = with_entries_gathered(function, is_async=stage.is_async)
     if not stage.is_async:
         function = _threaded(stage, function, threads, stack, in_context=bool(app.middleware))
     elif stage.timeout is not None:
@@ -325,15 +327,3 @@ def decoder(app: AppSpec) -> Callable[[bytes], Any] | None:
     if app.decode == "text":
         return bytes.decode
     return app.decode
-
-
-def encode(value: Any, stage: str) -> bytes:
-    """A stage's result as bytes: see :mod:`keylane.handlers.encoding`. Raises :class:`Poison` naming the stage."""
-    if isinstance(value, bytes):  # the hot path
-        return value
-    try:
-        return as_bytes(value)
-    except (TypeError, ValueError) as error:
-        raise Poison(
-            f"stage {stage!r} returned a {type(value).__name__} that is neither bytes, nor text, nor JSON: {error}"
-        ) from error

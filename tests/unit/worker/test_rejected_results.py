@@ -185,11 +185,11 @@ def test_a_time_beyond_the_sinks_rules_is_poison() -> None:
             cast("WorkerSession", worker_session), cast("DeadLetterWriter", None), app.spec, limit=1_000_000
         )
         now = int(time.time() * 1000)
-        output._check_time(0)
-        output._check_time(now - 10**12)
-        output._check_time(now + 50_000)  # clocks differ: the broker says
+        output._check_time("out", 0)
+        output._check_time("out", now - 10**12)
+        output._check_time("out", now + 50_000)  # clocks differ: the broker says
         with pytest.raises(Poison, match=r"message\.timestamp\.after\.max\.ms: 1000"):
-            output._check_time(now + 100_000)
+            output._check_time("out", now + 100_000)
 
     asyncio.run(test())
 
