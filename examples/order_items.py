@@ -57,8 +57,9 @@ def warehouse(folder: Path, dies_at: int) -> App:
 
     @app.stage
     def split(order: Order, msg: Message) -> Iterator[Result]:
+        region = (msg.key or b"").decode()
         for product, count in order.items.items():
-            yield Result(Item(order=order.number, count=count), key=f"{msg.key.decode()}/{product}")
+            yield Result(Item(order=order.number, count=count), key=f"{region}/{product}")
             if order.number == dies_at and not Path(marker).exists():
                 Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keylane.engine.result_ids import result_headers, result_id_prefix
 from keylane.engine.results import ResultRecord
@@ -39,7 +39,8 @@ class Written:
     """A result in the sink."""
 
     key: bytes | None
-    value: bytes | None
+    value: Any
+    """Bytes, or None for a tombstone. The type is Any, so that tests of apps without tombstones need no check."""
     headers: Headers
     partition: int
     offset: int

@@ -171,7 +171,7 @@ def test_generator_yields_results_in_order(delivery: DeliveryMode, is_async: boo
     else:
 
         @app.stage
-        def split(msg: Message) -> Iterator[Any]:
+        def split_in_a_thread(msg: Message) -> Iterator[Any]:
             for item in msg.value.decode().split():
                 yield Result(item, key=item[0])
             yield None
@@ -375,7 +375,7 @@ def test_batch_stage_has_several_results_for_a_message(is_async: bool) -> None:
     else:
 
         @app.batch_stage
-        def split(msgs: list[Message]) -> list[Any]:
+        def split_in_a_thread(msgs: list[Message]) -> list[Any]:
             return [[Result("l")] if msg.value == b"list" else parts(msg) for msg in msgs]
 
     result = run(app, b"a b", b"bad", b"", b"c", *([] if is_async else [b"list"]))
@@ -434,7 +434,7 @@ def test_sink_of_ones_own_is_given_all_results_of_a_message() -> None:
         (Result(1, timestamp=-1), "whose timestamp is -1; expected milliseconds"),
         (Result(1, timestamp=1.5), "whose timestamp is 1.5"),  # type: ignore[arg-type]
         (Result(1, headers={"event-id": "x"}), "contain 'event-id', which Keylane derives"),
-        (Result(1, headers={"a": 1}), "contain 'a': 1; expected a name and text, bytes or None"),  # type: ignore[dict-item]
+        (Result(1, headers={"a": 1}), "contain 'a': 1; expected a name and text, bytes or None"),  # type: ignore[arg-type]
         (Result(1, headers="abc"), "whose headers are a str; expected a dict"),  # type: ignore[arg-type]
         (Result(1, headers=["abc"]), "contain 'abc'; expected a name and a value"),  # type: ignore[list-item]
         (Result({1, 2}), "returned a set that is neither bytes, nor text, nor JSON"),
@@ -442,7 +442,6 @@ def test_sink_of_ones_own_is_given_all_results_of_a_message() -> None:
         ({"a": [Result(1)]}, "field 'a[0]': a Result is a result of its own: return or yield it"),
         ([2, Result(1)], "returned a list with Results and other values"),
     ],
-    ids=str,
 )
 def test_wrong_result_fails_its_message_for_good(made: Any, complaint: str) -> None:
     assert complaint in error_of(run(returning(make(), lambda _msg: made), b"v"))
@@ -520,7 +519,6 @@ def test_topic_of_a_result_needs_sinks(sink: Any, complaint: str) -> None:
         ),
         ({"encode": {"items": 1}}, "encode['items'] must be a function, got 1"),
     ],
-    ids=str,
 )
 def test_sinks_and_encode_are_checked(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
@@ -537,7 +535,8 @@ def test_generator_must_be_the_last_stage() -> None:
 
     async def after(_msg: Message) -> None: ...
 
-    async def batch(_msgs: list[Message]) -> list[None]: ...
+    async def batch(msgs: list[Message]) -> list[None]:
+        return [None for _ in msgs]
 
     with pytest.raises(
         SettingsError, match=r"stage 'after': the stage before it, 'split', is a generator, which must"
