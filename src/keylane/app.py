@@ -67,6 +67,7 @@ class RunOptions(TypedDict, total=False):
     kafka: Mapping[str, str]
 
 
+_BATCH_WAIT_SECONDS = 0.005
 _STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify")
 
 
@@ -264,27 +265,41 @@ class App:
     def batch_stage(self, function: F, /) -> F: ...
     @overload
     def batch_stage(
-        self, /, *, max_size: int = 64, max_wait: float = 0.005, **options: Unpack[StageOptions]
+        self,
+        /,
+        *,
+        of: Literal["lanes", "lane"] = "lanes",
+        max_size: int = 64,
+        max_wait: float | None = None,
+        **options: Unpack[StageOptions],
     ) -> Callable[[F], F]: ...
     def batch_stage(
         self,
         function: F | None = None,
         /,
         *,
+        of: Literal["lanes", "lane"] = "lanes",
         max_size: int = 64,
-        max_wait: float = 0.005,
+        max_wait: float | None = None,
         **options: Unpack[StageOptions],
     ) -> F | Callable[[F], F]:
         """Declare a stage that is given the messages of many lanes at once, never two of one: a model, a bulk call.
+
+        With ``of="lane"`` it is given consecutive messages of one lane instead, in order; see below.
 
         It takes ``list[Message]``, a list of payloads, or a ``pyarrow.Table``, as its first parameter is annotated, and
         returns a list (or an Arrow array) with one result for each, in order. An exception in the list is the failure
         of that message alone; one that is raised is that of all, and each is retried or given up on its own. Anything
         else than a list of the same length is poison for all of them.
 
-        A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most, unless all
-        of ``max_concurrency`` batches are running: then it grows. Other options as for :meth:`stage`; ``timeout`` is
-        for the whole call, and ``breaker`` counts messages: of a batch that fails, all of them.
+        A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most (0.005),
+        unless all of ``max_concurrency`` batches are running: then it grows. Other options as for :meth:`stage`;
+        ``timeout`` is for the whole call, and ``breaker`` counts messages: of a batch that fails, all of them.
+
+        ``of="lane"`` is for a hot key whose calls cost the same for one message and for many. A batch is what the lane
+        has when its turn comes; none waits for more. The messages pass in order. When one of them is an exception in
+        the list, those behind it run again, behind its retry. When the call raises, its messages are called one by
+        one. Such a stage is the app's only stage.
         """
 
         def declare(function: F) -> F:
@@ -293,9 +308,20 @@ class App:
                 raise SettingsError(
                     f"{where}: max_size must be a whole number of at least 1, got {max_size!r}"
                 )
-            if type(max_wait) not in (int, float) or not 0 <= max_wait < inf:
-                raise SettingsError(f"{where}: max_wait must be seconds, 0 or more, got {max_wait!r}")
-            batching = Batching(max_size=max_size, max_wait=float(max_wait))
+            if of not in ("lanes", "lane"):
+                raise SettingsError(
+                    f"{where}: of must be 'lanes' (one message of each) or 'lane' (consecutive messages of one), "
+                    f"got {of!r}"
+                )
+            wait = _BATCH_WAIT_SECONDS if max_wait is None else max_wait
+            if type(wait) not in (int, float) or not 0 <= wait < inf:
+                raise SettingsError(f"{where}: max_wait must be seconds, 0 or more, got {wait!r}")
+            if of == "lane" and max_wait:
+                raise SettingsError(
+                    f"{where}: max_wait={max_wait!r} does not fit of='lane': a batch has what its lane has, and does "
+                    "not wait for more. Leave out max_wait="
+                )
+            batching = Batching(max_size=max_size, max_wait=float(wait), of_lane=of == "lane")
             return self._declare(function, options, types=None, batching=batching)
 
         return declare if function is None else declare(function)
@@ -389,6 +415,12 @@ class App:
                     f"{where}: the stage before it, {known.name!r}, is a generator, which must be the last stage: a "
                     "message passes each stage once. Return one value there, and yield in the last stage"
                 )
+            for one in (known, stage):
+                if one.batching is not None and one.batching.of_lane:
+                    raise SettingsError(
+                        f"{where}: {one.name!r} has of='lane', so it must be the app's only stage, and there are "
+                        f"{known.name!r} and {name!r}"
+                    )
             if types == () == known.types:
                 raise SettingsError(f"{where}: {known.name!r} is the handler of all other types already")
         self._spec = self._spec.with_stage(stage)

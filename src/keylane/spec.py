@@ -330,6 +330,7 @@ class AppSpec(AppTopicNames):
             )
         self._check_handlers()
         self._check_results()
+        self._check_lane_batches()
         known: list[str] = []
         for resource in self.resources.values():
             for need in resource.needs:
@@ -368,6 +369,20 @@ class AppSpec(AppTopicNames):
                     f"App {self.name!r}, stage {stage.name!r}: its result cannot be written: {why}. Return bytes, "
                     "text, a dict, a dataclass, a pydantic model or a msgspec.Struct"
                 )
+
+    def _check_lane_batches(self) -> None:
+        for stage in self.stages:
+            if stage.batching is None or not stage.batching.of_lane:
+                continue
+            for what, given in (
+                ("versions=", self.versions is not None),
+                ("middleware", bool(self.middleware)),
+            ):
+                if given:
+                    raise SettingsError(
+                        f"App {self.name!r}, batch stage {stage.name!r}: of='lane' does not work with {what}, which is "
+                        "about one message at a time; use of='lanes'"
+                    )
 
     def _check_handlers(self) -> None:
         where = f"App {self.name!r}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
+from keylane.engine.lane_batch_stage import LaneBatchStage
 from keylane.engine.results import ResultMaker
 from keylane.errors import ResourceError
 from keylane.handlers.generators import gathered, with_entries_gathered
@@ -54,6 +55,8 @@ class Step:
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
     batcher: Batcher | None = None
     """Of a batch stage: it brings messages together."""
+    lane_batch: LaneBatchStage | None = None
+    """Of a batch stage for the messages of one lane."""
 
 
 @asynccontextmanager
@@ -157,7 +160,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     function = stage.function
     threads: set[int] = set()
     rules = tuple(rule for rule in (stage.classify, app.classify) if rule is not None)
-    gate = batcher = None
+    gate = batcher = lane_batch = None
     read = None if stage.takes.payload is None else stage.takes.payload.reader()
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
@@ -178,7 +181,18 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             loop=asyncio.get_running_loop(),
             transient=lambda error: classify(error, rules).failure is FailureKind.TRANSIENT,
         )
-    if stage.batching is not None:
+    if stage.batching is not None and stage.batching.of_lane:
+        lane_batch = LaneBatchStage(
+            stage.name,
+            function,
+            max_size=stage.batching.max_size,
+            limit=stage.max_concurrency if stage.is_async else stage.max_concurrency or STAGE_THREADS_MAX,
+            retry_share=app.retry_share,
+            read=read,
+            table=stage.takes.table,
+            gate=gate,
+        )
+    elif stage.batching is not None:
         batcher = Batcher(
             stage.name,
             stage.batching,
@@ -207,6 +221,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         gate=gate,
         threads=threads,
         batcher=batcher,
+        lane_batch=lane_batch,
     )
 
 
