@@ -32,6 +32,7 @@ from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
 from keylane.readmodel.fields import ReadModelField
 from keylane.readmodel.model import ReadModel
+from keylane.result import Result
 from keylane.sink import Sink, SinkResult
 from keylane.telemetry_settings import Telemetry
 
@@ -65,6 +66,7 @@ __all__ = [
     "ReadModel",
     "ReadModelField",
     "ResourceError",
+    "Result",
     "Retry",
     "SettingsError",
     "Sink",

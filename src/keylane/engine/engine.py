@@ -33,6 +33,7 @@ from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
+from keylane.engine.lane_batch_runner import LaneBatchRunner
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
 from keylane.engine.pipeline import pipeline_of
@@ -212,7 +213,8 @@ class Engine:
                 life=self.life,
             )
             self.stopped_lanes.on_redriven = self.versions.resume
-        self._runner = MessageRunner(
+        runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
+        self._runner = runner(
             app,
             pipeline=self._pipeline,
             table=self.table,

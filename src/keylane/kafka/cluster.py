@@ -134,9 +134,9 @@ class AppTopics:
     partitions: int
     """Of the source."""
     sink_limit: int
-    """The sink's ``max.message.bytes``; 0 without a sink."""
+    """The first sink's ``max.message.bytes``; 0 without a sink."""
     sink_stamps: bool
-    """Whether the sink replaces the timestamps of records with its own."""
+    """Whether the first sink replaces the timestamps of records with its own."""
 
 
 def _topic_id(described: Future[Any]) -> str:
@@ -160,7 +160,10 @@ def _rules(described: Future[Any]) -> TopicRules:
         for name in ("message.timestamp.before.max.ms", "message.timestamp.after.max.ms")
     )
     return TopicRules(
-        limit=int(found["max.message.bytes"].value), max_age_ms=max_age_ms, max_ahead_ms=max_ahead_ms
+        limit=int(found["max.message.bytes"].value),
+        max_age_ms=max_age_ms,
+        max_ahead_ms=max_ahead_ms,
+        stamps=overwrites,
     )
 
 
@@ -255,11 +258,12 @@ class Cluster:
         return AppIdentity(source=of_source, dlq=of_dlq)
 
     def prepare(self, app: AppSpec) -> AppTopics:
-        """Check that the source and the sink exist, and create the app's own topics."""
+        """Check that the source and the sinks exist, and create the app's own topics."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
+        for sink in app.sinks:
+            self.partitions(sink, f"a sink of app {app.name!r}, topic")
         if app.sink is not None:
-            self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:
