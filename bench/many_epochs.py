@@ -155,6 +155,7 @@ def measure(ground: Ground, given: argparse.Namespace) -> tuple[list[KindSample]
             time.sleep(0.5)
         began, said = time.monotonic(), 0
         with Load(ground.bootstrap, f"{name}.in", given.rate, slow=0) as load:
+            load.ready.set()
             while (epochs := _epochs(process.log)) < given.epochs:
                 process.must_run()
                 time.sleep(_SAMPLE_SECONDS)

@@ -35,6 +35,7 @@ PARTITIONS = 8
 KEYS = 100
 SLOW_KEY = b"slow"
 SLOW_SECONDS, QUICK_SECONDS = 12.0, 0.01
+_START_SECONDS_MAX = 120.0
 _WARM_SECONDS = 12.0
 _STEP_SECONDS = 0.02
 
@@ -81,6 +82,8 @@ class Load:
         self, bootstrap: str, topic: str, rate: float, *, slow: int = int(4 * _WARM_SECONDS)
     ) -> None:
         self.sent = 0
+        self.ready = threading.Event()
+        """Set by the caller: from then on it sends evenly."""
         self._slow = slow
         self._bootstrap, self._topic, self._rate = bootstrap, topic, rate
         self._over = threading.Event()
@@ -91,6 +94,8 @@ class Load:
             for n in range(self._slow):
                 publisher.send(b"0", key=SLOW_KEY, event_id=f"slow-{n}")
                 self.sent += 1
+            while not (self.ready.is_set() or self._over.wait(_STEP_SECONDS)):
+                pass
             began, number = time.time(), 0
             while not self._over.wait(_STEP_SECONDS):
                 while (due := began + number / self._rate) <= time.time():
@@ -129,6 +134,8 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
     ]
     with Process(command, ground.folder / f"{name}.log") as process:
         with Load(ground.bootstrap, f"{name}.in", given.rate) as load:
+            _await_app(process, history)
+            load.ready.set()
             time.sleep(_WARM_SECONDS)
             began = time.time()
             time.sleep(given.seconds)
@@ -165,6 +172,16 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
         p99=1e3 * late[int(len(late) * 0.99)],
         worst=1e3 * late[-1],
     )
+
+
+def _await_app(process: Process, history: Path) -> None:
+    """Wait until the app runs a message: a cluster needs half a minute for its executors and their Python workers."""
+    deadline = time.monotonic() + _START_SECONDS_MAX
+    while not any(history.glob("*.history")):
+        process.must_run()
+        if time.monotonic() > deadline:
+            raise BenchError(f"no message ran within {_START_SECONDS_MAX:g} s; {process.last_words()}")
+        time.sleep(0.2)
 
 
 def _executors_said(folder: Path, since: float) -> str:
