@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from bench.delivery import Ground
 from bench.errors import BenchError
@@ -29,7 +29,12 @@ from bench.process import Process
 from bench.standalone import Standalone
 from keylane import Publisher
 from keylane.broker import Broker
+from keylane.kafka.settings import KafkaSettings
+from keylane.state.admin import AdminClient
 from keylane.testing import EventKind, Sent, check, read_history
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PARTITIONS = 8
 KEYS = 100
@@ -134,7 +139,7 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
     ]
     with Process(command, ground.folder / f"{name}.log") as process:
         with Load(ground.bootstrap, f"{name}.in", given.rate) as load:
-            _await_app(process, history)
+            _await_app(ground, name, process, history, given.executors)
             load.ready.set()
             time.sleep(_WARM_SECONDS)
             began = time.time()
@@ -174,14 +179,28 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
     )
 
 
-def _await_app(process: Process, history: Path) -> None:
-    """Wait until the app runs a message: a cluster needs half a minute for its executors and their Python workers."""
+def _await_app(ground: Ground, name: str, process: Process, history: Path, executors: int | None) -> None:
+    """Wait until the app runs a message, and its plan is for all executors.
+
+    A cluster needs half a minute for its executors and their Python workers, and they do not come at the same time: the
+    first epoch may be for one of them, and the plan changes when the other is there.
+    """
     deadline = time.monotonic() + _START_SECONDS_MAX
-    while not any(history.glob("*.history")):
-        process.must_run()
-        if time.monotonic() > deadline:
-            raise BenchError(f"no message ran within {_START_SECONDS_MAX:g} s; {process.last_words()}")
-        time.sleep(0.2)
+
+    def await_(ready: Callable[[], bool], what: str) -> None:
+        while not ready():
+            process.must_run()
+            if time.monotonic() > deadline:
+                raise BenchError(f"{what} within {_START_SECONDS_MAX:g} s; {process.last_words()}")
+            time.sleep(0.2)
+
+    await_(lambda: any(history.glob("*.history")), "no message ran")
+    if executors is not None:
+        with AdminClient(KafkaSettings(ground.bootstrap), name) as admin:
+            await_(
+                lambda: len((admin.plan() or {"tasks": []})["tasks"]) == executors,
+                "no plan for all executors",
+            )
 
 
 def _executors_said(folder: Path, since: float) -> str:

@@ -10,16 +10,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql.functions import udf
 
 from keylane import App, Message
 from keylane.testing import EventKind, HistoryWriter, check, check_results, read_history
 from support.topics import ids, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    import pyarrow as pa
     from pyspark.sql import SparkSession
 
     from keylane.broker import Broker
@@ -57,19 +57,19 @@ def test_plain_spark_work_in_a_worker_with_lanes_disturbs_nothing(
     sent = log.send(f"{name}.in", [event(b"slow", n) for n in range(3)])
     over, others = threading.Event(), set[int]()
 
-    def pids(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def pid(_: int) -> int:
         """Where it runs. Takes a moment, so that an epoch begins meanwhile."""
-        import pyarrow as pa  # noqa: PLC0415 - in the worker
+        time.sleep(0.1)
+        return os.getpid()
 
-        time.sleep(0.3)
-        for batch in batches:
-            yield pa.RecordBatch.from_pydict({"pid": [os.getpid()] * batch.num_rows})
+    where = udf(pid, "long")
 
     def other_work() -> None:
         while not over.is_set():
-            rows = spark.range(0, 8, 1, 2).mapInArrow(pids, "pid long").collect()
-            others.update(row.pid for row in rows)
-            others.update(spark.sparkContext.parallelize(range(2), 2).map(lambda _: os.getpid()).collect())
+            others.update(
+                row.pid for row in spark.range(0, 4, 1, 2).select(where("id").alias("pid")).collect()
+            )
+            others.update(spark.sparkContext.parallelize(range(4), 2).map(pid).collect())
 
     beside = threading.Thread(target=other_work)
     beside.start()
