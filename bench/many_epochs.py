@@ -2,7 +2,8 @@
 
 Runs an app under a low, steady load with very short epochs, as many as a day has with ordinary ones. Every five seconds
 it samples the processes of the app, by what they are: the workers, which keep their lanes from epoch to epoch, the
-planner, the driver's Python, and Spark's JVM. Java collects its garbage once a minute here, so growth is not garbage.
+planner, the driver's Python, and Spark's JVM. Of the JVM's heap the smallest size after a collection counts, so growth
+is not garbage.
 
 The verdict is drift: the median of the last third against that of the first third, after a warm-up of a fifth of the
 time (at most 5 minutes). Exit code 0: no kind of process drifts upwards by 5% or more in memory, threads or open
@@ -23,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.delivery import Ground
-from bench.endurance import COLLECT, GROWTH_SHARE_MAX, drift, heap_mib
+from bench.endurance import GROWTH_SHARE_MAX, drift
 from bench.errors import BenchError
 from bench.pauses import Load
 from bench.process import Process
-from keylane import App, Message
+from keylane import App, Idempotency, Message
 from keylane.broker import Broker
 from keylane.testing import HistoryWriter, Sent, check, read_history
 
@@ -54,6 +55,7 @@ if name := os.environ.get("KEYLANE_BENCH_APP"):
         sink=f"{name}.out",
         delivery=os.environ.get("KEYLANE_BENCH_DELIVERY", "at_least_once"),  # type: ignore[arg-type]
         observer=HistoryWriter(os.environ["KEYLANE_BENCH_HISTORY"]),
+        idempotency=Idempotency(count=500),  # as it comes, the window of event ids would fill for ten minutes
     )
 
     @app.stage
@@ -131,8 +133,27 @@ def _epochs(log: Path) -> int:
     return max(map(int, re.findall(r"epoch (\d+) began", log.read_text())), default=0)
 
 
-def measure(ground: Ground, given: argparse.Namespace) -> tuple[list[KindSample], list[float], int, float]:
-    """Run it. Returns the samples, the JVM's heap at the same times, the number of epochs, and the seconds."""
+def collected(log: str) -> list[tuple[float, float]]:
+    """Seconds since Java's start, and MiB that were left, of every collection in its log."""
+    return [(float(at), float(left)) for at, left in re.findall(r"\[([\d.]+)s\].* Pause .*->(\d+)M\(", log)]
+
+
+def heap_growth(collections: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
+    """As of :func:`drift`, of the smallest heap after a collection; None if there were too few collections."""
+    ends = max((at for at, _ in collections), default=0.0)
+    warm = min(WARM_SHARE * ends, WARM_SECONDS_MAX)
+    third = (ends - warm) / 3
+    first = [left for at, left in collections if warm <= at < warm + third]
+    last = [left for at, left in collections if at >= ends - third]
+    if len(first) < 3 or len(last) < 3:
+        return None
+    return min(first), min(last), min(last) / min(first) - 1
+
+
+def measure(
+    ground: Ground, given: argparse.Namespace
+) -> tuple[list[KindSample], list[tuple[float, float]], int, float]:
+    """Run it. Returns the samples, the JVM's collections, the number of epochs, and the seconds."""
     name = "epochs"
     ground.topics(name, PARTITIONS)
     history, collections = ground.folder / f"{name}.history", ground.folder / "collections.log"
@@ -140,12 +161,11 @@ def measure(ground: Ground, given: argparse.Namespace) -> tuple[list[KindSample]
     os.environ["KEYLANE_BENCH_HISTORY"] = str(history)
     os.environ["KEYLANE_BENCH_DELIVERY"] = given.delivery
     command = [
-        *("env", f"JAVA_TOOL_OPTIONS={COLLECT.format(collections)}"),
+        *("env", f"JAVA_TOOL_OPTIONS=-Xlog:gc:file={collections}:uptime:filecount=0"),
         *(sys.executable, "-m", "keylane", "run", "bench.many_epochs:app", "--bootstrap", ground.bootstrap),
         *("--master", given.master, "--epoch", f"{given.epoch:g}"),
     ]
     samples: list[KindSample] = []
-    heap: list[float] = []
     with Process(command, ground.folder / f"{name}.log") as process:
         deadline = time.monotonic() + _START_SECONDS_MAX
         while not _epochs(process.log):
@@ -155,11 +175,11 @@ def measure(ground: Ground, given: argparse.Namespace) -> tuple[list[KindSample]
             time.sleep(0.5)
         began, said = time.monotonic(), 0
         with Load(ground.bootstrap, f"{name}.in", given.rate, slow=0) as load:
+            load.ready.set()
             while (epochs := _epochs(process.log)) < given.epochs:
                 process.must_run()
                 time.sleep(_SAMPLE_SECONDS)
                 samples += _look(process, began)
-                heap.append(heap_mib(collections))
                 if epochs - said >= 50:
                     said = epochs
                     print(
@@ -180,7 +200,7 @@ def measure(ground: Ground, given: argparse.Namespace) -> tuple[list[KindSample]
             raise BenchError(f"{name}.in has {len(sent)} messages of {load.sent}")
         sent += [Sent(key=m.key(), partition=m.partition(), offset=m.offset()) for m in came]
     check(read_history(history), sent=sent).raise_if_bad()
-    return samples, heap, epochs, seconds
+    return samples, collected(collections.read_text()), epochs, seconds
 
 
 def main() -> int:
@@ -200,7 +220,7 @@ def main() -> int:
     if min(given.epochs, given.epoch, given.rate) <= 0:
         parser.error("--epochs, --epoch and --rate need a number above 0")
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder, Broker() as broker:
-        samples, heap, epochs, seconds = measure(Ground(broker.bootstrap, Path(folder)), given)
+        samples, collections, epochs, seconds = measure(Ground(broker.bootstrap, Path(folder)), given)
     if given.samples is not None:
         given.samples.write_text("".join(json.dumps(asdict(one)) + "\n" for one in samples))
     print(
@@ -211,10 +231,10 @@ def main() -> int:
     for (kind, figure), (first, last, change) in found.items():
         print(f"| {kind} | {figure} | {first:,.1f} | {last:,.1f} | {change:+.1%} |")
     problems = grown(found)
-    known = [value for value in heap[int(len(heap) * WARM_SHARE) :] if value]
-    if len(known) >= 3:
-        first, last, change = drift(known)
-        print(f"| jvm | heap after a full collection, MiB | {first:,.1f} | {last:,.1f} | {change:+.1%} |")
+    heap = heap_growth(collections)
+    if heap is not None:
+        first, last, change = heap
+        print(f"| jvm | heap after a collection, MiB | {first:,.1f} | {last:,.1f} | {change:+.1%} |")
         if change >= GROWTH_SHARE_MAX and last - first > _SLACK["memory_mib"]:
             problems.append(f"jvm: its heap grew from {first:,.1f} to {last:,.1f} MiB ({change:+.1%})")
     for problem in problems:

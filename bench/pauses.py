@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from bench.delivery import Ground
 from bench.errors import BenchError
@@ -29,12 +29,18 @@ from bench.process import Process
 from bench.standalone import Standalone
 from keylane import Publisher
 from keylane.broker import Broker
+from keylane.kafka.settings import KafkaSettings
+from keylane.state.admin import AdminClient
 from keylane.testing import EventKind, Sent, check, read_history
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PARTITIONS = 8
 KEYS = 100
 SLOW_KEY = b"slow"
 SLOW_SECONDS, QUICK_SECONDS = 12.0, 0.01
+_START_SECONDS_MAX = 120.0
 _WARM_SECONDS = 12.0
 _STEP_SECONDS = 0.02
 
@@ -81,6 +87,8 @@ class Load:
         self, bootstrap: str, topic: str, rate: float, *, slow: int = int(4 * _WARM_SECONDS)
     ) -> None:
         self.sent = 0
+        self.ready = threading.Event()
+        """Set by the caller: from then on it sends evenly."""
         self._slow = slow
         self._bootstrap, self._topic, self._rate = bootstrap, topic, rate
         self._over = threading.Event()
@@ -91,6 +99,8 @@ class Load:
             for n in range(self._slow):
                 publisher.send(b"0", key=SLOW_KEY, event_id=f"slow-{n}")
                 self.sent += 1
+            while not (self.ready.is_set() or self._over.wait(_STEP_SECONDS)):
+                pass
             began, number = time.time(), 0
             while not self._over.wait(_STEP_SECONDS):
                 while (due := began + number / self._rate) <= time.time():
@@ -129,6 +139,8 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
     ]
     with Process(command, ground.folder / f"{name}.log") as process:
         with Load(ground.bootstrap, f"{name}.in", given.rate) as load:
+            _await_app(ground, name, process, history, given.executors)
+            load.ready.set()
             time.sleep(_WARM_SECONDS)
             began = time.time()
             time.sleep(given.seconds)
@@ -165,6 +177,30 @@ def measure(ground: Ground, name: str, given: argparse.Namespace, epoch: float, 
         p99=1e3 * late[int(len(late) * 0.99)],
         worst=1e3 * late[-1],
     )
+
+
+def _await_app(ground: Ground, name: str, process: Process, history: Path, executors: int | None) -> None:
+    """Wait until the app runs a message, and its plan is for all executors.
+
+    A cluster needs half a minute for its executors and their Python workers, and they do not come at the same time: the
+    first epoch may be for one of them, and the plan changes when the other is there.
+    """
+    deadline = time.monotonic() + _START_SECONDS_MAX
+
+    def await_(ready: Callable[[], bool], what: str) -> None:
+        while not ready():
+            process.must_run()
+            if time.monotonic() > deadline:
+                raise BenchError(f"{what} within {_START_SECONDS_MAX:g} s; {process.last_words()}")
+            time.sleep(0.2)
+
+    await_(lambda: any(history.glob("*.history")), "no message ran")
+    if executors is not None:
+        with AdminClient(KafkaSettings(ground.bootstrap), name) as admin:
+            await_(
+                lambda: len((admin.plan() or {"tasks": []})["tasks"]) == executors,
+                "no plan for all executors",
+            )
 
 
 def _executors_said(folder: Path, since: float) -> str:

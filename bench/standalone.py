@@ -56,7 +56,14 @@ class Standalone:
                 *("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", "0"),
                 *("--work-dir", str(self._folder / f"work-{number}")),
             )
+        while self._registered() < self._executors:
+            if time.monotonic() > deadline:
+                raise BenchError(f"Spark's workers did not register within {_START_SECONDS_MAX:g} s")
+            time.sleep(0.2)
         return self
+
+    def _registered(self) -> int:
+        return (self._folder / "master.log").read_text(errors="replace").count("Registering worker")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
