@@ -33,6 +33,7 @@ from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
 from keylane.readmodel.fields import ReadModelField
 from keylane.readmodel.model import ReadModel
+from keylane.result import Result
 from keylane.sink import Sink, SinkResult
 from keylane.telemetry_settings import Telemetry
 
@@ -66,6 +67,7 @@ __all__ = [
     "ReadModel",
     "ReadModelField",
     "ResourceError",
+    "Result",
     "Retry",
     "SettingsError",
     "Sink",

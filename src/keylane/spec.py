@@ -27,6 +27,7 @@ from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
+from keylane.result import Result
 from keylane.telemetry_settings import Telemetry
 from keylane.topic_names import AppTopicNames
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 StageFunction = Callable[..., Any]
 ResourceFunction = Callable[..., AsyncIterator[Any] | Iterator[Any] | Awaitable[Any] | Any]
 Decode = Callable[[bytes], Any]
+Encode = Callable[[Any], bytes | None]
 Reader = Callable[["Message"], Any]
 """Reads something off a message."""
 DeliveryMode = Literal["at_least_once", "exactly_once"]
@@ -90,6 +92,8 @@ class StageSpec:
     """The event types of a handler, none for the one of all others; None for a stage."""
     batching: Batching | None = None
     """Of a batch stage."""
+    yields: bool = False
+    """Whether it is a generator, which yields its results."""
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -156,6 +160,10 @@ class AppSpec(AppTopicNames):
     """Options of states, by name."""
     custom_sink: Sink | None = None
     """Where results go that are not written to Kafka; then ``sink`` is None."""
+    sinks: tuple[str, ...] = ()
+    """All topics that results are written to; ``sink`` is the first."""
+    encode: Encode | Mapping[str, Encode] | None = None
+    """Makes bytes of a result's value: for all topics, or by topic."""
 
     def validated(self) -> AppSpec:
         """The same, when its settings can work together. Raises :class:`SettingsError` that names what cannot."""
@@ -171,6 +179,14 @@ class AppSpec(AppTopicNames):
             raise SettingsError(
                 f"{where}: sink must be an object, found the class {name}; write sink={name}(…)"
             )
+        for sink in self.sinks:
+            if not _is_topic_name(sink):
+                raise SettingsError(
+                    f"{where}: each of sinks must be 1 to 249 letters, digits, dots, dashes and underscores, "
+                    f"got {sink!r}"
+                )
+        if len(set(self.sinks)) < len(self.sinks):
+            raise SettingsError(f"{where}: sinks={self.sinks!r} names a topic twice")
         if len(self.name) > _NAME_CHARACTERS_MAX:
             raise SettingsError(
                 f"App {self.name[:20]!r}… is too long: {_NAME_CHARACTERS_MAX} characters at most, "
@@ -178,19 +194,36 @@ class AppSpec(AppTopicNames):
             )
         _expect(where, _APP_CHECKS, self)
         self._check_topics(where)
+        self._check_encode(where)
         for wrong, why in self._contradictions():
             if wrong:
                 raise SettingsError(f"{where}: {why}")
         return self
 
     def _check_topics(self, where: str) -> None:
-        if self.source == self.sink:
+        if self.source in self.sinks:
             raise SettingsError(
                 f"{where}: source and sink are both {self.source!r}; it would read its own results endlessly"
             )
         for own in (self.dlq, self.state, self.lane_state, self.ledger_topic, self.telemetry_topic):
-            if own in (self.source, self.sink):
+            if own in (self.source, *self.sinks):
                 raise SettingsError(f"{where}: {own!r} is the app's own topic, not a source or sink")
+
+    def _check_encode(self, where: str) -> None:
+        if isinstance(self.encode, Mapping):
+            for topic, function in self.encode.items():
+                if topic not in self.sinks:
+                    known = ", ".join(map(repr, self.sinks)) or "none"
+                    raise SettingsError(
+                        f"{where}: encode= has a function for {topic!r}, which is not a sink; sinks: {known}"
+                    )
+                if not callable(function):
+                    raise SettingsError(f"{where}: encode[{topic!r}] must be a function, got {function!r}")
+        elif self.encode is not None and not callable(self.encode):
+            raise SettingsError(
+                f"{where}: encode must be a function that makes bytes of a result's value, a dict of such functions by "
+                f"topic, or None, got {self.encode!r}"
+            )
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Settings that do not work together: whether they are given, and why not."""
@@ -341,6 +374,7 @@ class AppSpec(AppTopicNames):
         self._check_handlers()
         self._check_results()
         self._check_states()
+        self._check_lane_batches()
         known: list[str] = []
         for resource in self.resources.values():
             for need in resource.needs:
@@ -364,7 +398,15 @@ class AppSpec(AppTopicNames):
         """What the last stage returns is written: a type that never can be is refused before it has any effect."""
         if self.sink is None and self.custom_sink is None and self.commit != "epoch":
             return
+        for stage in () if self.dispatches else self.stages[:-1]:
+            if stage.takes.returns is Result:
+                raise SettingsError(
+                    f"App {self.name!r}, stage {stage.name!r}: it returns a Result, and {self.stages[-1].name!r} comes "
+                    "after it. Only the last stage writes results: return the value that the next stage needs"
+                )
         for stage in self.stages if self.dispatches else self.stages[-1:]:
+            if self.encode is not None:  # it knows types that JSON does not
+                continue
             why = refuse_type(stage.takes.returns)
             if why is not None:
                 raise SettingsError(
@@ -386,6 +428,21 @@ class AppSpec(AppTopicNames):
                 f"{where}: commit='epoch' does not work with states: a state changes when its message is done, and "
                 "there nothing is done before Spark has the whole epoch"
             )
+
+    def _check_lane_batches(self) -> None:
+        for stage in self.stages:
+            if stage.batching is None or not stage.batching.of_lane:
+                continue
+            for what, given in (
+                ("versions=", self.versions is not None),
+                ("middleware", bool(self.middleware)),
+                ("a State", bool(stage.takes.states)),
+            ):
+                if given:
+                    raise SettingsError(
+                        f"App {self.name!r}, batch stage {stage.name!r}: of='lane' does not work with {what}, which is "
+                        "about one message at a time; use of='lanes'"
+                    )
 
     def _check_handlers(self) -> None:
         where = f"App {self.name!r}"

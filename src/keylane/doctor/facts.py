@@ -57,7 +57,7 @@ class AppFacts(AppTopicNames):
 
     name: str
     source: str | None
-    sink: str | None = None
+    sinks: tuple[str, ...] = ()
     order: Ordering = KEY
     ledger: bool = False
     states: bool = False

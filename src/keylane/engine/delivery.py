@@ -8,9 +8,9 @@ from keylane.message import Message
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
-    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
     from keylane.engine.lane_state import MessageState
+    from keylane.engine.results import ResultRecord
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import RetryState
     from keylane.lanes.lane_table import Lane
@@ -188,7 +188,7 @@ class Routed(Delivery):
         self.route: tuple[Step, ...] | None = None  # the handlers of its type, once that is known
         self.handler = 0  # the handler that runs next: a retry resumes there
         self.kind: str | None = None
-        self.results: list[Result] = []
+        self.results: list[ResultRecord] = []
 
     @property
     def type(self) -> str | None:

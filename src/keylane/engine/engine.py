@@ -33,6 +33,7 @@ from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
+from keylane.engine.lane_batch_runner import LaneBatchRunner
 from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
@@ -222,7 +223,8 @@ class Engine:
             self.states = self._acks.states = LaneStates(
                 app, values or MemoryValues(), wall=wall, record_limit=record_limit
             )
-        self._runner = MessageRunner(
+        runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
+        self._runner = runner(
             app,
             pipeline=self._pipeline,
             table=self.table,

@@ -72,7 +72,7 @@ class MessageRunner:
         # The hot path: one function, with local names for what other parts own, to save calls for each message.
         table, pool, life, counters = self._table, self._pool, self._life, self._counters
         steps, decode, hand_over = self._pipeline.steps, self._pipeline.decode, self._pipeline.hand_over
-        encode, observer, wall = self._pipeline.encode, self._observer, self._clock.wall
+        deliver, observer, wall = self._pipeline.deliver, self._observer, self._clock.wall
         acknowledged, call_soon, settle = self._acks.acknowledged, self._loop.call_soon, self._acks.settle
         # Almost always empty.
         records, redrives, repeated = (
@@ -130,8 +130,10 @@ class MessageRunner:
                     if not acknowledged:
                         call_soon(settle)
                     acknowledged.append(delivery)
+                elif type(value) is bytes:
+                    hand_over(delivery, value)
                 else:
-                    hand_over(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
+                    deliver(delivery, value)
             except SentAloneError:
                 self._acks.expect_answer()
                 lane = None

@@ -17,10 +17,10 @@ key                       value
 ``lane-state``            the number of partitions when this partition's lane state was complete, for apps with states
 ``lane/<key>``            a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``              the dead letters of this partition that were redriven: :mod:`keylane.offsets.offset_runs`
-``run``                   ``{"run": …}``: the run that the app belongs to; any other run ends
+``run``                   ``{"run", "shard", …}``: the run that the partition belongs to; any other run ends
 ``load``                  ``[run, epoch, counts]``: messages seen, by bucket of :mod:`keylane.offsets.assignment`
 ``former``                in partition 0, the numbers of partitions that the source had before: ``[1, 2]``
-``plan``                  in partition 0, the plan of the current epoch: ``{"run", "epoch", "at", "tasks"}``
+``plan``                  in partition 0, or a shard's first, the current plan: ``{"run", "epoch", "at", "tasks"}``
 ``command/plan``          ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
 ``owner/<id>``            the task with this transactional id owns slots here: :mod:`keylane.state.ownership`
 ``command/stop``          ``{"run": …}``: the tasks of this run drain and end
@@ -54,6 +54,7 @@ from keylane.lanes.lane_record import KEYLESS, LANE, decode_lane, decode_retries
 from keylane.offsets.metadata import decode
 from keylane.offsets.offset_runs import OffsetRuns
 from keylane.offsets.range_progress import NEVER_MOVED, RangeProgress
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL, Slots
 from keylane.policies.versions import decode_mark
 from keylane.state import records
@@ -130,14 +131,27 @@ _POLLS_PER_TURN = 20
 
 
 def order_stop(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = REQUEST_SECONDS
+    settings: KafkaSettings,
+    topic: str,
+    partitions: int,
+    run: str,
+    timeout: float = REQUEST_SECONDS,
+    *,
+    shard: Shard = WHOLE,
 ) -> None:
     """Tell the tasks of this run to drain and end. Raises BrokerError when the command could not be written."""
-    _order(settings, topic, partitions, STOP, {"run": run}, timeout)
+    _order(settings, topic, shard.of(range(partitions)), STOP, {"run": run}, timeout)
 
 
 def order_plan(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, *, number: int, tasks: int
+    settings: KafkaSettings,
+    topic: str,
+    partitions: int,
+    run: str,
+    *,
+    number: int,
+    tasks: int,
+    shard: Shard = WHOLE,
 ) -> None:
     """Tell the tasks of this run how many of them there should be from now on.
 
@@ -145,15 +159,20 @@ def order_plan(
     restores the old number of tasks. Raises BrokerError when the command could not be written.
     """
     wanted = {"run": run, "number": number, "tasks": tasks}
-    _order(settings, topic, partitions, REPLAN, wanted, REQUEST_SECONDS)
+    _order(settings, topic, shard.of(range(partitions)), REPLAN, wanted, REQUEST_SECONDS)
 
 
 def _order(
-    settings: KafkaSettings, topic: str, partitions: int, name: bytes, value: dict[str, Any], timeout: float
+    settings: KafkaSettings,
+    topic: str,
+    partitions: Iterable[int],
+    name: bytes,
+    value: dict[str, Any],
+    timeout: float,
 ) -> None:
     producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
     failed: list[str] = []
-    for partition in range(partitions):
+    for partition in partitions:
         producer.produce(
             topic,
             json.dumps(value).encode(),
@@ -203,7 +222,7 @@ class Proposal:
 def _decode_note(found: object) -> tuple[str, str | None]:
     name, value = wire.row(found, 2)
     if not bytes.fromhex(wire.text(name)).startswith((COMMAND, AUDIT)):
-        raise MalformedRecordError("expected a record about an operator's order")
+        raise MalformedRecordError("expected a record about an operator's command")
     return name, None if value is None else wire.text(value)
 
 
@@ -293,7 +312,7 @@ class StateTopic:
             int, dict[Slots, tuple[int, Load]]
         ] = {}  # of this run: epoch and counts, by partition
         self.former: tuple[int, ...] = ()  # numbers of partitions that the source had before
-        self.plan: dict[str, Any] = {}
+        self.plans: dict[int, dict[str, Any]] = {}  # by partition: a shard's is in its first one
         self.wanted: dict[str, Any] = {}  # of this run: the number of tasks there should be
         self.attempts: dict[int, dict[bytes, dict[int, RetryState]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
@@ -431,6 +450,17 @@ class StateTopic:
                 return found
         return None
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan that was made last; empty before the first. With shards it is that of one of them."""
+        return max(self.plans.values(), key=lambda plan: float(plan["at"]), default={})
+
+    @property
+    def current_plans(self) -> list[dict[str, Any]]:
+        """The last plan of every run that owns partitions now: one, or one for each shard."""
+        owners = {found["run"] for found in self.runs.values()}
+        return [plan for _, plan in sorted(self.plans.items()) if plan["run"] in owners]
+
     def take_commands(self) -> list[Command]:
         """Return the commands that came in since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -519,7 +549,7 @@ class StateTopic:
         elif name == FORMER:
             self.former = records.decode_former(value)
         elif name == PLAN:
-            self.plan = records.decode_plan(value)
+            self.plans[partition] = records.decode_plan(value)
         elif name == REPLAN:
             wanted = records.decode_replan(value)
             if wanted["run"] == self._run:

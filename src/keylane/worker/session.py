@@ -74,7 +74,7 @@ class WorkerSession:
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
         in_transactions += [app.lane_state] if app.states else []
-        written = [*([app.sink] if app.sink else []), app.dlq]
+        written = [*app.sinks, app.dlq]
         self._rules = self.cluster.rules([*written, *in_transactions])
         if app.delivery == "exactly_once":
             in_transactions += written
@@ -122,8 +122,10 @@ class WorkerSession:
 
     def _create_producer(self, use: Use) -> Producer:
         results = use in ("results", "alone")
-        rules = self.rules((self._app.sink or "") if results else self._app.dlq)
-        record_limit = rules.record_limit if results else 0  # a dead letter may be compressed to fit
+        rules = [self.rules(topic) for topic in (self._app.sinks if results else (self._app.dlq,))]
+        # A dead letter may be compressed to fit. Of several sinks the output checks each one's limit.
+        limits = [each.record_limit for each in rules] if results else [0]
+        record_limit = max(limits) if limits and all(limits) else 0
         more: dict[str, object] = {"linger.ms": 1}
         if use == "results":
             more["linger.ms"] = dict(self.settings.extra).get("linger.ms", _RESULTS_LINGER_MS)
@@ -133,7 +135,7 @@ class WorkerSession:
             more = {"linger.ms": 0, "batch.num.messages": 1}
         if not results:  # a dead letter may go to the spool instead, a result only to the sink
             more["message.timeout.ms"] = int(_DEAD_LETTER_SECONDS * 1000)
-        return self.settings.producer(batch_limit=rules.limit, record_limit=record_limit, **more)
+        return self.settings.producer(batch_limit=smallest_limit(*rules), record_limit=record_limit, **more)
 
     def poll(self) -> None:
         """Serve delivery reports, except those of ``"results"``. Raises KafkaException when ``"alone"`` has failed."""
