@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from keylane import App, Message, State, Timers
 from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.slots import Slots
+from keylane.testing import HistoryWriter
 from keylane.worker import lane_values
 from keylane.worker import session as worker_session
 from support import counting
@@ -229,3 +231,48 @@ def test_killed_workers_leave_the_fold_of_each_keys_messages(
     if delivery == "exactly_once":
         for key, counts in counts_in_sink(log.read(f"{name}.out")).items():
             assert counts == list(range(1, len(counts) + 1)), f"counts of {key!r} have gaps or repeats"
+
+
+def reminding(name: str, folder: Path, **settings: Any) -> App:
+    """Reminds of the last number of each key after a while."""
+    app = App(
+        name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(folder / "history"), **settings
+    )
+
+    @app.stage
+    async def note(msg: Message, last: State[int], timers: Timers) -> None:
+        last.value = int(msg.value)
+        timers.set("remind", after=3.0, value=last.value)
+
+    @app.on_timer("remind")
+    async def remind(msg: Message, last: State[int]) -> str:
+        assert last.value == msg.value
+        last.delete()
+        return f"{msg.value}"
+
+    return app
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_timers_fire_although_workers_are_killed(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, delivery: str
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    query = reminding(name, tmp_path, delivery=delivery).start(spark, bootstrap=broker.bootstrap, epoch=4)
+    messages = load(3_000, 500)
+    for at in range(0, len(messages), 300):
+        log.send(f"{name}.in", messages[at : at + 300])
+        time.sleep(0.2)
+    wait_until(lambda: log.count(f"{name}.out") > 20, 60, "timers fire")
+    kill(at_work(tmp_path / "history", 0))
+    last = {message["key"]: message["value"] for message in messages}
+    wait_until(lambda: {row.key for row in log.read(f"{name}.out")} == set(last), 60, "all timers have fired")
+    query.stop()
+    assert query.exception() is None
+    reminders = [(row.key, row.value) for row in log.read(f"{name}.out")]
+    assert set(reminders) == set(last.items())
+    if delivery == "exactly_once":
+        assert len(reminders) == len(last), "each once"
+    left = {row.key: row.value for row in log.read(f"{name}.lane-state")}
+    assert not [key for key, value in left.items() if value is not None], "nothing is left"
