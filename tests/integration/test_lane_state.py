@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -11,8 +12,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from keylane import App, Message, State, Timers
+from keylane.cli.main import app as cli
 from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.slots import Slots
 from keylane.testing import HistoryWriter
@@ -101,6 +104,27 @@ def test_state_is_restored_by_difference_and_without_its_file(
     runner.run(run="r3")
     assert len(read) >= 100
     assert stored(log, name) == folded(log.read(f"{name}.in"))
+
+
+def test_command_line_shows_states_and_timers(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", f"{name}.out", partitions=2)
+    app = reminding(name, tmp_path)
+    log.send(f"{name}.in", [{"key": b"anna", "value": b"7"}, {"key": b"ben", "value": b"8"}])
+    Runner(log, name, tmp_path, app).run()
+
+    def told(*command: str) -> str:
+        result = CliRunner().invoke(cli, ["state", *command, "-b", log.bootstrap])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert told("get", name, "anna").startswith("last  7\ntimer remind  due 20")
+    found = json.loads(told("get", name, "ben", "--json"))
+    assert (found["states"], [timer["name"] for timer in found["timers"]]) == ({"last": 8}, ["remind"])
+    assert sorted(told("list", name, "--state", "last").splitlines()) == ["anna  last  7", "ben  last  8"]
+    assert len(told("list", name, "--timers", "--limit", "1").splitlines()) == 2
+    assert "remembers nothing for key carl" in str(
+        CliRunner().invoke(cli, ["state", "get", name, "carl", "-b", log.bootstrap]).exception
+    )
 
 
 def test_damaged_file_is_built_again(log: Log, name: str, tmp_path: Path) -> None:
