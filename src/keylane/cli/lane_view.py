@@ -182,6 +182,9 @@ def action_facts(action: AuditEntry) -> dict[str, Any]:
         "offset": action.offset,
         "letters": action.letters,
         "cancels": action.withdraws or None,
+        "scope": action.scope or None,
+        "stage": action.stage or None,
+        "reason": action.reason or None,
         "who": action.who,
         "at": action.at,
         "waiting": action.open,
@@ -260,7 +263,13 @@ def _count(command: Command) -> int | None:
 
 
 def _what(action: AuditEntry) -> str:
-    return f"cancel {action.withdraws}" if action.withdraws else _action(action.do, action.letters)
+    if action.withdraws:
+        return f"cancel {action.withdraws}"
+    if action.scope:
+        what = {"app": "", "partition": f" partition {action.partition}", "stage": f" stage {action.stage}"}
+        why = f": {action.reason}" if action.reason else ""
+        return f"{action.do}{what.get(action.scope, f' {action.scope}')}{why}"
+    return _action(action.do, action.letters)
 
 
 def _at(command: Command | AuditEntry) -> str:

@@ -22,6 +22,7 @@ from keylane.cli.lane_view import (
     print_lanes,
 )
 from keylane.cli.layout import brief, counted
+from keylane.cli.pause import pause_lines, pauses_of
 from keylane.cli.stopped_lanes import NamedLane, StoppedLane, stopped_lanes, trail, which
 from keylane.errors import KeylaneError, SettingsError
 from keylane.lanes.lane_record import LaneStatus
@@ -78,10 +79,13 @@ def list_(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with AdminClient(client(bootstrap, option), name) as operator:
         found = stopped_lanes(operator.lanes(), operator.open_commands())
+        paused = operator.pauses()
     if as_json:
         typer.echo(json.dumps([lane_facts(lane) for lane in found]))
     else:
         print_lanes(name, found, time.time(), limit)
+        for line in pause_lines(paused, time.time()):
+            typer.echo(line)
 
 
 @app.command()
@@ -105,10 +109,11 @@ def show(
     with AdminClient(settings, name) as operator:
         found = named.of(stopped_lanes(operator.lanes(), operator.open_commands()))
         actions = operator.audit()
+        paused = pauses_of(operator.pauses(), named.key)
     if not found:
         partition, offset = named.at or (next((a.partition for a in actions if a.key == named.key), 0), None)
         lane = StoppedLane(partition=partition, key=named.key, offset=offset, record=None, commands=())
-        if not trail(actions, lane):
+        if not trail(actions, lane) and not paused:
             raise KeylaneError(f"{named.not_stopped(name)}, and has never been given a command")
         found = [lane]
     if as_json:
@@ -119,6 +124,8 @@ def show(
         if number:
             typer.echo()
         print_lane(name, lane, trail(actions, lane), time.time(), settings.bootstrap)
+    for line in pause_lines(paused, time.time()):
+        typer.echo(line)
 
 
 @app.command()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
 from keylane.cli.layout import counted
+from keylane.cli.pause import pause_facts, pause_lines
 from keylane.errors import SettingsError
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.slots import ALL, SLOTS
@@ -37,6 +39,7 @@ def plan(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with AdminClient(client(bootstrap, option), name) as operator:
         found = operator.plan()
+        paused = operator.pauses()
     if found is None:
         raise SettingsError(f"app {name!r} has not planned an epoch yet: run it first")
     shared = Assignment.decode(found["tasks"])
@@ -44,7 +47,12 @@ def plan(
         partitions = sorted({one.partition for task in shared.tasks for one in task})
         shared = make_plan(partitions, tasks, before=shared)
     if as_json:
-        typer.echo(json.dumps(_facts(name, found, shared, planned=tasks is None)))
+        typer.echo(
+            json.dumps(
+                _facts(name, found, shared, planned=tasks is None)
+                | {"paused": list(map(pause_facts, paused))}
+            )
+        )
         return
     when = f"epoch {found['epoch']}" if tasks is None else f"with {counted(tasks, 'task')}"
     typer.echo(f"app {name}, {when}: {counted(len(shared.tasks), 'task')}")
@@ -56,6 +64,8 @@ def plan(
             for one in ranges
         )
         typer.echo(f"  task {number}: {owned}")
+    for line in pause_lines(paused, time.time()):
+        typer.echo(line)
 
 
 def _facts(name: str, found: dict[str, Any], shared: Assignment, *, planned: bool) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from keylane.engine.hot_keys import HotKeyDetector
 from keylane.engine.lane_batch_runner import LaneBatchRunner
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
+from keylane.engine.pauses import Pauses
 from keylane.engine.pipeline import pipeline_of
 from keylane.engine.refetch import Refetches
 from keylane.engine.runner_pool import RunnerPool
@@ -91,7 +92,8 @@ class Engine:
     ``max_buffered``; ``used()`` how many are there or on their way.
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
-    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known.
+    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known. ``share`` is the part of the
+    app's rates that this task has.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Engine:
         store: VersionStore | None = None,
         duplicates: Duplicates | None = None,
         source_id: str = "",
+        share: float = 1.0,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -126,7 +129,8 @@ class Engine:
         self.counters = MessageCounters()
         self.duplicates = duplicates or Duplicates(app.idempotency, app.order)
         self._attempts = RetryAttempts()
-        self._pipeline = pipeline_of(app, steps, output)
+        self.pauses = Pauses(loop)
+        self._pipeline = pipeline_of(app, steps, output, self.pauses)
         hooks = Hooks(app)
 
         self.refetches = Refetches(
@@ -195,6 +199,7 @@ class Engine:
             hooks=hooks,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             rng=rng,
         )
         self.versions: Versions | None = None
@@ -228,10 +233,15 @@ class Engine:
             counters=self.counters,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             loop=loop,
         )
         self._pool.attach(self._runner.run)
         self.skew = HotKeyDetector(self.table, tell=lambda hot: hooks.call("hot", hot))
+        self.pauses.attach(resume=self._lanes.resume)
+        for step in steps:
+            if step.rate is not None:
+                step.rate.attach(resume=self._lanes.resume, share=share)
         self._batchers = [step.batcher for step in steps if step.batcher is not None]
         for batcher in self._batchers:
             batcher.attach(self.table, alone=app.order is GLOBAL)
@@ -348,9 +358,21 @@ class Engine:
         for step in self._pipeline.opened:
             if step.gate is not None:
                 step.gate.close()
+            if step.rate is not None:
+                step.rate.close()
+        self.pauses.close()
         return not self._pool.stage_survived
 
     # Queries.
+
+    def holds(self) -> dict[str, int]:
+        """What holds lanes back now besides breakers, in words, and how many lanes wait for it: rates and pauses."""
+        found = {
+            f"rate of stage {step.name}": step.rate.waiting
+            for step in self._pipeline.opened
+            if step.rate is not None and step.rate.waiting
+        }
+        return found | self.pauses.holds()
 
     @property
     def resting(self) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.failure_handler import FailureHandler
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.scheduler import LaneScheduler
@@ -47,6 +48,7 @@ class MessageRunner:
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
+        pauses: Pauses,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._observer = app.observer
@@ -62,6 +64,7 @@ class MessageRunner:
         self._counters = counters
         self._clock = clock
         self._life = life
+        self._pauses = pauses
         self._loop = loop
 
     async def run(self) -> None:
@@ -77,6 +80,8 @@ class MessageRunner:
             self._stopped_lanes.redriving,
             self._duplicates.waiting,
         )
+        pauses = self._pauses
+        paused = pauses.active  # almost always empty, too
         versioned = self._versions is not None
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
@@ -117,6 +122,8 @@ class MessageRunner:
                     delivery.decoded = True
                 stage = delivery.stage
                 while stage < last:
+                    if paused:
+                        pauses.check(delivery, steps[stage].name)
                     delivery.value = await steps[stage].call(delivery)
                     stage = delivery.stage = stage + 1
                     delivery.attempt = 1

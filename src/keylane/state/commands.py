@@ -26,6 +26,8 @@ LETTERS = b"command/letters/"
 """Commands about dead letters: redrive."""
 RESET = b"command/reset/"
 """Commands about the versions of an entity."""
+PAUSING = b"command/pause/"
+"""Commands that pause or resume: the pause itself is a record of :mod:`keylane.state.pauses`."""
 CANCEL = b"command/cancel/"
 """Commands that withdraw another command."""
 AUDIT = b"audit/"
@@ -34,7 +36,7 @@ AUDITED_COMMANDS = 10_000
 AUDITED_SECONDS = 3600.0
 """Younger entries are kept, however many there are: someone may still wait for the answer."""
 
-CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
+CommandKind = Literal["release", "skip", "redrive", "reset", "pause", "resume", "cancel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,11 @@ class Command:
     """For a reset: the version after this one is next; None: the entity starts over."""
     withdraws: str = ""
     """The id of the command that a cancel withdraws. Both have the same lane."""
+    scope: str = ""
+    """For a pause: ``app``, ``partition``, ``stage`` or ``key``."""
+    stage: str = ""
+    """For a pause of a stage."""
+    reason: str = ""
     id: str
     who: str
     at: float
@@ -63,7 +70,7 @@ class Command:
     @property
     def name(self) -> bytes:
         """The record's key in the state topic."""
-        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL}
+        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL, "pause": PAUSING, "resume": PAUSING}
         return kinds.get(self.do, MESSAGE) + self.id.encode()
 
     def encode(self) -> bytes:
@@ -76,6 +83,9 @@ class Command:
                 "letters": self.letters,
                 "to": self.to,
                 "withdraws": self.withdraws,
+                "scope": self.scope,
+                "stage": self.stage,
+                "reason": self.reason,
                 "id": self.id,
                 "who": self.who,
                 "at": self.at,
@@ -86,8 +96,9 @@ class Command:
 @wire.decoder
 def decode_command(name: bytes, partition: int, value: bytes) -> Command:
     """Decode a command from the state topic. Raises MalformedRecordError."""
+    found = wire.loads(value)
     do, key, offset, letters, to, withdraws, command_id, who, at = wire.fields(
-        wire.loads(value), "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
+        found, "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
     )
     if do not in get_args(CommandKind):
         raise wire.MalformedRecordError(f"expected one of {', '.join(get_args(CommandKind))}, got {do!r:.60}")
@@ -101,6 +112,9 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         letters=None if letters is None else tuple(map(wire.integer, wire.array(letters))),
         to=None if to is None else wire.integer(to),
         withdraws=wire.text(withdraws, 200),
+        scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
+        stage=wire.text(found.get("stage", ""), 1000),
+        reason=wire.text(found.get("reason", ""), 1000),
         id=wire.text(command_id, 200),
         who=wire.text(who, 1000),
         at=wire.seconds(at),

@@ -32,6 +32,7 @@ from keylane.kafka.fetcher import Fetcher
 from keylane.kafka.rejection import RejectedError, Rejections
 from keylane.offsets.slots import ALL
 from keylane.state.ownership import Claimant, Ownership
+from keylane.state.pauses import scopes_of
 from keylane.worker.commands import CommandExecutor
 from keylane.worker.commit_loop import LAST_COMMIT_TRIES, CommitLoop
 from keylane.worker.epoch_records import EpochRecords, LastRecords
@@ -357,6 +358,7 @@ class LaneWorker:
             store=worker_session.versions,
             duplicates=worker_session.duplicates,
             source_id=worker_session.identity.source.id,
+            share=plan.share,
         )
         worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail
@@ -378,6 +380,7 @@ class LaneWorker:
         commits.contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
+        engine.pauses.order(scopes_of(state.pauses.values()))
         fetcher.start()
         # Spark plans one more epoch after a stop was requested: it ends at once, and is not worth two lines per task.
         level = logging.DEBUG if state.stopped else logging.INFO
@@ -542,7 +545,11 @@ class LaneWorker:
         """Return when the lanes are to be drained: the run was stopped, the backlog is done, or others take over."""
         assert self._ownership is not None  # noqa: S101 - the lanes begin with it
         assert self._commits is not None  # noqa: S101
+        changes = -1
         while not state.poll() and not self._abandoned.is_set():
+            if state.pause_changes != changes:
+                changes = state.pause_changes
+                engine.pauses.order(scopes_of(state.pauses.values()))
             if self._ownership.asked_to_leave:
                 log.info("%s: another worker of this run takes over; finishing what has begun", self.owner)
                 self._commits.leaving = self._leaves_alone = True

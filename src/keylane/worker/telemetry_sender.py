@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from keylane.engine.latency_sampler import LatencySampler
@@ -39,6 +40,8 @@ _RECORD_EXPIRES_SECONDS = 5.0
 _HOT_KEYS_INTERVAL_SECONDS = 5.0
 """Time between two counts of the hot keys' backlogs."""
 _KEY_BYTES_MAX = 200
+_HOLDS_MAX = 100
+"""Rates and pauses that a record names, at most."""
 """Bytes of a hot key that a record contains."""
 
 
@@ -232,6 +235,7 @@ class TelemetryWriter:
             capacity=self._fetcher.room,
             partitions={p: self._partition(p, now) for p in self._progress.watermarks},
             breakers={s.name: s.gate.circuit.state.value for s in self._steps if s.gate is not None},
+            holds=dict(islice(engine.holds().items(), _HOLDS_MAX)),
             latency=self._meter.latency,
             processing=self._meter.processing,
             hot=self._hot,
