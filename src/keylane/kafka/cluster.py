@@ -69,6 +69,8 @@ _WARN_EVERY_SECONDS = 10.0
 _MOVING_CODES = (
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.FENCED_LEADER_EPOCH,  # this client's metadata is older than the leader
+    ClientError.UNKNOWN_LEADER_EPOCH,
     ClientError.UNKNOWN_TOPIC_OR_PART,  # a new topic that not every broker knows yet
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,

@@ -78,7 +78,9 @@ class TransactionalWriter:
         self.fail: Callable[[BaseException], None] = lambda _error: None
         self.limit = limit
         self.limits: Mapping[str, int] = {}
-        """``max.message.bytes`` of other topics, where it is known."""
+        """By topic of its records: ``max.message.bytes``, 0 if unknown."""
+        self.source = ""
+        """The topic whose offsets it commits."""
         self._topic = topic
         self._labels = labels
         self._exact = exact

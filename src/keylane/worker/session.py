@@ -88,6 +88,7 @@ class WorkerSession:
             alone=alone,
         )
         self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
+        self.writer.source = app.source
         self.duplicates: Duplicates | None = None
         """The event ids of the last epoch."""
         self.versions: VersionStore | None = None
