@@ -65,7 +65,7 @@ def test_plain_spark_work_in_a_worker_with_lanes_disturbs_nothing(
     where = udf(pid, "long", useArrow=False)
 
     def other_work() -> None:
-        while not over.is_set():
+        while not over.wait(0.2):  # in between the app gets a slot
             others.update(
                 row.pid for row in spark.range(0, 4, 1, 2).select(where("id").alias("pid")).collect()
             )
