@@ -42,6 +42,7 @@ SLOW_KEY = b"slow"
 SLOW_SECONDS, QUICK_SECONDS = 12.0, 0.01
 _START_SECONDS_MAX = 120.0
 _WARM_SECONDS = 12.0
+_MOVE_SECONDS = 4.0
 _STEP_SECONDS = 0.02
 
 _APP = """
@@ -183,7 +184,8 @@ def _await_app(ground: Ground, name: str, process: Process, history: Path, execu
     """Wait until the app runs a message, and its plan is for all executors.
 
     A cluster needs half a minute for its executors and their Python workers, and they do not come at the same time: the
-    first epoch may be for one of them, and the plan changes when the other is there.
+    first epoch may be for one of them, and the plan changes when the other is there. Lanes then move when the slow
+    call has ended.
     """
     deadline = time.monotonic() + _START_SECONDS_MAX
 
@@ -201,6 +203,7 @@ def _await_app(ground: Ground, name: str, process: Process, history: Path, execu
                 lambda: len((admin.plan() or {"tasks": []})["tasks"]) == executors,
                 "no plan for all executors",
             )
+        time.sleep(SLOW_SECONDS + _MOVE_SECONDS)
 
 
 def _executors_said(folder: Path, since: float) -> str:
