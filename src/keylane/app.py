@@ -15,6 +15,7 @@ from keylane.handlers.batches import Batching
 from keylane.handlers.generators import is_async_generator, is_generator
 from keylane.handlers.middleware import check_middleware
 from keylane.handlers.signature import needs_of, read_batch_signature, read_signature
+from keylane.handlers.state import STATE_BYTES_MAX, StateSpec
 from keylane.lanes.ordering import ordering
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
@@ -441,6 +442,30 @@ class App:
         added = ResourceSpec(name=name, function=function, needs=needs_of(function, where))
         self._spec = self._spec.with_resources((*self._spec.resources.values(), added))
         return function
+
+    def lane_state(
+        self,
+        name: str,
+        /,
+        *,
+        ttl: float | None = None,
+        default: Callable[[], Any] | None = None,
+        migrate: Callable[[Any], Any] | None = None,
+        max_bytes: int = STATE_BYTES_MAX,
+    ) -> None:
+        """Set the options of a state that stages or handlers take as ``name: State[T]``.
+
+        ``ttl`` is the seconds after the last change until the value is removed. ``default`` makes the value of a lane
+        that has none; if not given, ``T()`` where ``T`` can be called without arguments, otherwise None. ``migrate`` is
+        called with the stored JSON when it does not fit ``T`` any more, and returns the value. ``max_bytes`` limits the
+        value as JSON; a larger one fails its message.
+        """
+        spec = StateSpec(name=name, ttl=ttl, default=default, migrate=migrate, max_bytes=max_bytes)
+        where = f"App {self.name!r}, state {name!r}"
+        spec.check(where)
+        if name in self._spec.state_options:
+            raise SettingsError(f"{where}: its options are set already")
+        self._spec = self._spec.with_state_options(spec)
 
     def middleware(self, function: F, /) -> F:
         """Declare a middleware: ``async def name(msg, call_next)`` that returns ``await call_next(msg)``.
