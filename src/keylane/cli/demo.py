@@ -24,9 +24,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from keylane.cli.layout import StatusLine, counted
+from keylane.cli.layout import StatusLine
 from keylane.demo.reader import percentile
 from keylane.errors import KeylaneError, SettingsError
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,9 +7,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from keylane.cli.layout import StatusLine, age, say
+from keylane.cli.layout import StatusLine, say
 from keylane.errors import BrokerError
 from keylane.telemetry.lag import LagMeter
+from keylane.wording import age
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from keylane import logs
 from keylane.cli.arguments import from_files
-from keylane.cli.layout import JsonConsole, counted, say
+from keylane.cli.layout import JsonConsole, say
 from keylane.cli.signals import AbandonedError, StopSignals, last_resort, leave
 from keylane.errors import SettingsError
 from keylane.redaction import redact
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from keylane.cli.runner import RunEnd
