@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from keylane.console.history import RECENT_SECONDS, quantile
+from keylane.offsets.metadata import decode
 from keylane.safe_text import cut
+from keylane.state.topic import NOTHING
 from keylane.telemetry.lag_words import facts as lag_facts
 from keylane.telemetry.lag_words import health
 
@@ -16,11 +18,16 @@ if TYPE_CHECKING:
 
     from keylane.console.history import Step
     from keylane.state.stopped_lanes import StoppedLane
+    from keylane.state.topic import Claim
+    from keylane.telemetry.lag import PartitionLag
     from keylane.telemetry.lag_monitor import LagView
 
 _SPARK_POINTS = 60
 SENTENCE_CHARACTERS_MAX = 400
 _REASONS_MAX = 5
+_PICTURES_MAX = 64
+"""Partitions whose single offsets are shown."""
+_CELLS_MAX = 48
 _STATES = ("running", "ready", "retrying", "waiting")
 
 
@@ -72,7 +79,9 @@ def app_facts(
     }
 
 
-def detail_facts(view: LagView, plan: dict[str, Any] | None) -> dict[str, Any]:
+def detail_facts(
+    view: LagView, plan: dict[str, Any] | None, claims: Mapping[int, Sequence[Claim]]
+) -> dict[str, Any]:
     """The rest of an app's page."""
     breakers: dict[str, Counter[str]] = {}
     for task in view.tasks:
@@ -90,6 +99,7 @@ def detail_facts(view: LagView, plan: dict[str, Any] | None) -> dict[str, Any]:
                 "why": [cut(why, SENTENCE_CHARACTERS_MAX) for why in one["why"][:_REASONS_MAX]],
                 "reached": seen.reached,
                 "begin": seen.offsets.begin,
+                "cells": _cells(seen.offsets) if number < _PICTURES_MAX else None,
                 "tasks": owners.get(seen.partition, []),
                 "held": sum(
                     t.partitions[seen.partition].held for t in view.tasks if seen.partition in t.partitions
@@ -103,7 +113,7 @@ def detail_facts(view: LagView, plan: dict[str, Any] | None) -> dict[str, Any]:
                     default=None,
                 ),
             }
-            for one, seen in zip(facts, view.partitions, strict=True)
+            for number, (one, seen) in enumerate(zip(facts, view.partitions, strict=True))
         ],
         "tasks": [
             {
@@ -138,7 +148,36 @@ def detail_facts(view: LagView, plan: dict[str, Any] | None) -> dict[str, Any]:
         ],
         "skew": None if view.skewed is None else {"partition": view.skewed[0], "share": view.skewed[1]},
         "malformed": dict(view.malformed),
+        "claims": [
+            {
+                "partition": partition,
+                "first": claim.slots.first,
+                "last": claim.slots.last,
+                "who": cut(claim.who, 200),
+                "leaving": claim.leaving,
+            }
+            for partition, found in claims.items()
+            for claim in found
+            if claim.run == (plan or {}).get("run")
+        ],
     }
+
+
+def _cells(offsets: PartitionLag) -> str | None:
+    """The first offsets from the committed one on, as the app wrote them beside it: ``d`` is done, ``p`` is not.
+
+    None if that is not in the offset's metadata: for ranges of a partition, and when there is too much of it.
+    """
+    if offsets.committed is None or not offsets.text:
+        return None
+    if offsets.text == NOTHING:
+        return ""
+    restored = decode(offsets.committed, offsets.text)
+    if restored.problem is not None:
+        return None
+    progress = restored.progress
+    last = min(progress.position, progress.watermark + _CELLS_MAX)
+    return "".join("d" if progress.is_done(offset) else "p" for offset in range(progress.watermark, last))
 
 
 def _sums(columns: list[list[int | None]]) -> list[int | None]:

@@ -152,7 +152,7 @@ class AppWatch:
         )
         return Reading(
             **self._base(facts),
-            detail=detail_facts(view, operator.plan()),
+            detail=detail_facts(view, operator.plan(), operator.claims()),
             view=view,
             stopped=stopped,
             attempts=operator.attempts(),

@@ -25,7 +25,7 @@ from keylane.state.commands import (
     operator_name,
 )
 from keylane.state.labels import Labels
-from keylane.state.topic import StateTopic
+from keylane.state.topic import Claim, StateTopic
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
@@ -145,6 +145,11 @@ class AdminClient:
         """The plan of the current or last epoch: ``run``, ``epoch``, ``at`` and ``tasks``; None before the first."""
         self._follow()
         return self._state.plan or None
+
+    def claims(self) -> dict[int, list[Claim]]:
+        """Who owns which slots, by partition, as the owners said last. An owner that has died still has its claim."""
+        self._follow()
+        return {partition: list(found.values()) for partition, found in self._state.owners.items() if found}
 
     def started(self) -> float | None:
         """Unix time when the newest run took the app over; None before the first."""

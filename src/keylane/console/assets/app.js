@@ -43,9 +43,9 @@ export function appPage(root, { context, name, query }) {
     h("div.charts", null,
       lineChart({ title: "Throughput", note: "messages per second", times, marks, format: rate, area: true, series: [{ name: "done", tone: "good", values: series.out }, { name: "in", tone: "sky", values: series.in }] }),
       lineChart({ title: "Latency", note: "from a message's timestamp until it is done", times, marks, format: seconds, series: [{ name: "p50", tone: "purple", values: series.latency.p50 }, { name: "p99", tone: "warn", values: series.latency.p99 }] }),
-      heatMap({ title: "Latency, all messages", note: "darker: more messages", times, marks, format: count, rows: series.latency.buckets.map((bucket, index) => ({ name: seconds(0.0005 * 2 ** (bucket / 2)), values: series.latency.counts[index] })) }),
+      heatMap({ title: "Latency, all messages", note: "stronger colour: more messages", times, marks, format: count, rows: series.latency.buckets.map((bucket, index) => ({ name: seconds(0.0005 * 2 ** (bucket / 2)), values: series.latency.counts[index] })) }),
       partitions.length > 6
-        ? heatMap({ title: "Lag by partition", note: "darker: more", times, marks, rows: partitions.map(([p, values]) => ({ name: `p${p}`, values })) })
+        ? heatMap({ title: "Lag by partition", note: "stronger colour: more", times, marks, rows: partitions.map(([p, values]) => ({ name: `p${p}`, values })) })
         : lineChart({ title: "Lag by partition", note: "messages not done", times, marks, series: partitions.map(([p, values], index) => ({ name: `p${p}`, tone: ["warn", "sky", "good", "purple", "bad", "busy"][index % 6], values })) }),
       lineChart({ title: "Retries", note: "per second", times, marks, format: rate, series: [{ name: "retries", tone: "warn", values: series.retries }] }),
       barChart({ title: "Outcomes", note: "how messages ended", times, marks, series: outcomes.map(([one, values]) => ({ name: one, tone: TONES[one] || "calm", values })) })));

@@ -27,6 +27,7 @@ export function rate(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
   if (value < 0.001) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 10) return `${trim(value, 1)} s`;

@@ -29,6 +29,10 @@ export function ring(data) {
     const [far, near] = [outer - row * deep, outer - (row + 1) * deep + 2];
     return [tasks.flatMap((ranges, task) => ranges.filter((one) => one.partition === partition).map((one) =>
       h("path", { class: `arc ${TONES[task % TONES.length]}`, d: arc(middle, middle, near, far, one.first / SLOTS, (one.last + 1) / SLOTS) }, h("title", null, `partition ${partition}, slots ${one.first} to ${one.last}: task ${task}`)))),
+    tasks.flatMap((ranges, task) => ranges.filter((one) => one.partition === partition && one.last - one.first > SLOTS / 24).map((one) => {
+      const angle = ((one.first + one.last) / 2 / SLOTS) * 2 * Math.PI, radius = (far + near) / 2;
+      return h("text.owner", { x: middle + radius * Math.sin(angle), y: middle - radius * Math.cos(angle) + 4, "text-anchor": "middle" }, task);
+    })),
     leaving.filter((one) => one.partition === partition).map((one) => h("path", { class: "arc drain", d: arc(middle, middle, near, far, one.first / SLOTS, (one.last + 1) / SLOTS) }, h("title", null, `${plain(one.who)} drains slots ${one.first} to ${one.last} of partition ${partition}`))),
     h("text.tick", { x: middle + 3, y: middle - far + 11 }, `p${partition}`)];
   });
@@ -46,13 +50,20 @@ function strip(one) {
   const x = (offset) => ((Math.max(first, offset) - first) / (to - first)) * width;
   const read = one.position === null ? one.reached : Math.max(one.position, one.reached);
   const committed = one.committed ?? from;
-  return h("tr", { "data-id": `w${one.partition}` }, h("td", null, `p${one.partition}`), h("td", null, h("svg.watermark", { viewBox: `0 0 ${width} 34`, preserveAspectRatio: "none", role: "img", "aria-label": `partition ${one.partition}: done below ${one.reached}, read below ${read}, end ${one.end}` },
+  return h("tr", { "data-id": `w${one.partition}` }, h("td.tight", null, `p${one.partition}`), h("td", null, h("svg.watermark", { viewBox: `0 0 ${width} 34`, preserveAspectRatio: "none", role: "img", "aria-label": `partition ${one.partition}: done below ${one.reached}, read below ${read}, end ${one.end}` },
     h("rect.done", { x: 0, y: 6, width: Math.max(0, x(one.reached)), height: 16 }, h("title", null, `done: every offset below ${one.reached}`)),
     h("rect.read", { x: x(one.reached), y: 6, width: Math.max(0, x(read) - x(one.reached)), height: 16 }, h("title", null, `read, not all done: offsets ${one.reached} to ${read}`)),
     h("rect.unread", { x: x(read), y: 6, width: Math.max(0, width - x(read)), height: 16 }, h("title", null, `not read yet: offsets ${read} to ${one.end}`)),
-    (one.done_ahead || []).map(([a, b]) => h("rect.ahead", { x: x(a), y: 6, width: Math.max(1, x(b) - x(a)), height: 16 }, h("title", null, `done ahead of the watermark: offsets ${a} to ${b - 1}`))),
-    h("line.wm", { x1: x(committed), x2: x(committed), y1: 0, y2: 28 }, h("title", null, `committed offset ${committed}`)))),
+    h("line.wm", { x1: x(committed), x2: x(committed), y1: 0, y2: 28 }, h("title", null, `committed offset ${committed}`))), single(one, committed)),
   h("td.num", null, count(committed)), h("td.num", null, count(one.reached)), h("td.num", null, count(one.end)), h("td.num", null, short(one.lag)));
+}
+
+// The first offsets from the committed one on: done (filled, ✓) or not (hollow, ✗).
+function single(one, committed) {
+  if (one.cells === null) return h("div.small", null, "the single offsets are in the state topic");
+  if (!one.cells) return null;
+  return h("div.cells", { role: "img", "aria-label": `from offset ${committed}: ${one.cells.replaceAll("d", "done ").replaceAll("p", "waiting ")}` },
+    [...one.cells].map((cell, index) => h("i", { class: cell === "d" ? "cell d" : "cell p", title: `offset ${committed + index}: ${cell === "d" ? "done" : "not done"}` }, cell === "d" ? "✓" : "✗")));
 }
 
 export function picturesPage(root) {
@@ -63,7 +74,7 @@ export function picturesPage(root) {
       if (data.error || !data.partitions) { render(root, empty(plain(data.error || data.facts?.sentence || "no figures"))); return; }
       render(root, h("h1.sr", null, "Pictures"), h("div.pair.wide", null,
         data.plan ? ring(data) : empty("No epoch was planned yet."),
-        h("section.card", null, h("h2", null, "Watermarks"), h("p.small", null, "Everything left of the line is committed: a restart begins there. ", h("i.box.good"), " done  ", h("i.box.ahead"), " done ahead of the watermark  ", h("i.box.busy"), " read, not done  ", h("i.box.none"), " not read yet"),
+        h("section.card", null, h("h2", null, "Watermarks"), h("p.small", null, "Everything left of the line is committed: a restart begins there. ", h("i.box.good"), " done  ", h("i.box.busy"), " read, not done  ", h("i.box.none"), " not read yet. Below a strip: the first offsets from the committed one on, ✓ done, ✗ not done. The ✓ are not run again after a restart."),
           table(["", "Offsets", "#Committed", "#Done below", "#End", "#Lag"], data.partitions.map(strip)))));
     },
   };
