@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from keylane import App, Message, Poison, Retry, Telemetry, Transient
 from keylane.console.server import ConsoleServer
+from keylane.dlq.headers import dead_letter_headers
+from keylane.kafka.cluster import Cluster
+from keylane.lanes.lane_record import LaneRecord, LaneStatus
+from keylane.policies.failure_info import FailedAttempt, FailureInfo
+from keylane.state.labels import Labels
 from support.browser import MISSING, Visitor, find
+from support.tasks import note_plan
 from support.topics import wait_until
 
 if TYPE_CHECKING:
@@ -122,8 +131,6 @@ def browser() -> Iterator[Browser]:
     found = find()
     if found is None:
         pytest.skip(MISSING)
-    from playwright.sync_api import sync_playwright
-
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         yield running
@@ -180,3 +187,243 @@ def test_blocked_lane_is_shown_and_released(shop: Shop, visitor: Visitor) -> Non
     visitor.open("/apps/orders/audit")
     page.locator("text=the bank answers again").wait_for()
     assert took < 5
+
+
+def test_dead_letters_are_redriven_by_filter_with_a_dry_run(
+    shop: Shop, visitor: Visitor, browser: Browser, links: list[str]
+) -> None:
+    shop.post.touch()
+    shop.log.send(
+        "mail.in",
+        [
+            {"key": b"user-%d" % (n % 50), "value": b'{"n": %d}' % n, "headers": [("trace", b"t%d" % n)]}
+            for n in range(500)
+        ],
+    )
+    page = visitor.open("/apps/mail/letters")
+    page.locator("h1", has_text="500 dead letters of 50 lanes").wait_for(timeout=20_000)
+    picture(visitor, "letters")
+    shop.post.unlink()
+    with Visitor(browser, links[-1]) as other:
+        other.open("/apps/mail/letters")
+        other.page.locator("h1", has_text="500 dead letters of 50 lanes").wait_for()
+        page.get_by_label("Stage").select_option("send")
+        page.locator("text=clear").wait_for()
+        page.get_by_role("button", name="Redrive all of these").click()
+        page.locator("dialog", has_text="500 dead letters of 50 lanes would be redriven").wait_for()
+        assert "keylane dlq redrive mail --stage send" in visitor.text("dialog")
+        assert page.locator("dialog tbody tr").count() == 50
+        picture(visitor, "dry-run")
+        page.locator("dialog").get_by_role("button", name="Redrive 500 dead letters").click()
+        assert page.locator("dialog[open]").count() == 1  # not without a reason
+        page.get_by_label("Reason").fill("the post is open again")
+        page.locator("dialog").get_by_role("button", name="Redrive 500 dead letters").click()
+        done = "500 through, 0 dead again, 0 still parked"
+        for window in (visitor, other):
+            window.page.locator("section", has_text=done).first.wait_for(timeout=30_000)
+            window.page.locator("h1", has_text="No dead letters").wait_for(timeout=10_000)
+        assert other.errors == []
+    visitor.open("/apps/mail/audit")
+    page.locator("text=the post is open again").first.wait_for()
+    picture(visitor, "audit")
+
+
+def test_contents_are_hidden_until_asked_for(shop: Shop, visitor: Visitor) -> None:
+    shop.post.touch()
+    try:
+        (sent,) = shop.log.send(
+            "mail.in", [{"key": b"ada", "value": b'{"card": "4111"}', "headers": [("secret", b"s3cr3t")]}]
+        )
+        page = visitor.open("/apps/mail/letters/list?key=ada")
+        page.locator("td", has_text="ada").first.wait_for(timeout=20_000)
+        page.locator("tbody a.row").first.click()
+        page.locator("text=hidden").first.wait_for()
+        assert f"address {sent.offset} is unknown" in visitor.text()
+        assert "4111" not in page.content()
+        assert "s3cr3t" not in page.content()
+        page.get_by_role("button", name="Show the contents").click()
+        page.locator("#value").wait_for()
+        assert json.loads(visitor.text("#value")) == {"card": "4111"}
+        assert "s3cr3t" in page.content()
+        picture(visitor, "letter")
+        page.get_by_role("button", name="Hex").click()
+        assert "7b 22 63 61 72 64" in visitor.text("#value")
+    finally:
+        shop.post.unlink()
+
+
+def ask(console: ConsoleServer, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """A request made by hand."""
+    connection = http.client.HTTPConnection("127.0.0.1", console.port, timeout=20)
+    try:
+        content = None if body is None else json.dumps(body)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, content, given)
+        response = connection.getresponse()
+        text = response.read()
+        cookie = response.getheader("set-cookie")
+        return response.status, cookie.partition(";")[0] if cookie else json.loads(text)
+    finally:
+        connection.close()
+
+
+def test_read_only_console_rejects_requests_made_by_hand(shop: Shop) -> None:
+    shop.bank.touch()
+    links: list[str] = []
+    with ConsoleServer(shop.log.settings, ["orders"], port=0, announce=links.append) as console:
+        _, cookie = ask(console, "GET", console.link.removeprefix(console.address))
+        origin = {"origin": console.address, "content_type": "application/json", "cookie": cookie}
+        shop.order(b"k7", b"bad")
+        stopped: list[Any] = []
+
+        def blocked() -> bool:
+            _, found = ask(console, "GET", "/api/apps/orders/lanes", cookie=cookie)
+            stopped[:] = found.get("lanes", [])
+            return bool(stopped)
+
+        try:
+            wait_until(blocked, 20, "the lane is blocked")
+            lane = {name: stopped[0][name] for name in ("partition", "offset", "key")}
+            move = {**lane, "reason": "I want to"}
+            before = ask(console, "GET", "/api/apps/orders/audit", cookie=cookie)[1]["found"]
+            for do in ("release", "skip"):
+                status, found = ask(console, "POST", f"/api/apps/orders/lane/{do}", move, **origin)
+                assert (status, "may only read" in found["error"]) == (403, True)
+            plan = ask(console, "POST", "/api/apps/orders/redrive/plan", {}, **origin)
+            assert plan[0] == 200
+            status, _ = ask(
+                console,
+                "POST",
+                "/api/apps/orders/redrive",
+                {"plan": plan[1]["plan"], "reason": "x"},
+                **origin,
+            )
+            assert status == 403
+            assert ask(console, "POST", "/api/apps/orders/lane/release", move)[0] == 403  # no origin
+            assert (
+                ask(console, "POST", "/api/apps/orders/lane/release", move, **{**origin, "cookie": "x=y"})[0]
+                == 401
+            )
+            assert ask(console, "GET", "/api/me", host="evil.example", cookie=cookie)[0] == 421
+            assert ask(console, "GET", "/api/apps/orders/audit", cookie=cookie)[1]["found"] == before
+            assert blocked()
+        finally:
+            shop.bank.unlink()
+    with ConsoleServer(shop.log.settings, ["orders"], port=0, allow_actions=True) as console:
+        _, cookie = ask(console, "GET", console.link.removeprefix(console.address))
+        origin = {"origin": console.address, "content_type": "application/json", "cookie": cookie}
+        wait_until(
+            lambda: ask(console, "GET", "/api/apps/orders/lanes", cookie=cookie)[1].get("lanes"),
+            20,
+            "it has read",
+        )
+        status, found = ask(
+            console, "POST", "/api/apps/orders/lane/release", {**move, "reason": "  "}, **origin
+        )
+        assert (status, "expected a reason" in found["error"]) == (400, True)
+        assert ask(console, "POST", "/api/apps/orders/lane/release", move, **origin)[0] == 200
+        wait_until(
+            lambda: not ask(console, "GET", "/api/apps/orders/lanes", cookie=cookie)[1]["lanes"],
+            20,
+            "the lane is released",
+        )
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e\x00<script>alert(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def evil(log: Log, shop: Shop) -> str:
+    """An app that does not run, whose topics somebody has filled with the worst."""
+    app = App("evil", source="evil.in", on_failure="block")
+    log.create("evil.in", partitions=2)
+    Cluster(log.settings).prepare(app.spec)
+    note_plan(log, app)
+    labels = Labels(log.cluster.identity("evil.in", "evil.dlq"))
+    now = time.time()
+    why = FailureInfo(
+        stage=HOSTILE,
+        error=HOSTILE,
+        message=HOSTILE,
+        traceback=HOSTILE * 50,
+        attempts=3,
+        failed_at=now,
+        failures=(FailedAttempt(stage=HOSTILE, attempt=1, at=now, error=HOSTILE),),
+    )
+    log.send("evil.in", [{"key": HOSTILE.encode(), "value": b"x", "partition": n % 2} for n in range(10)])
+    stopped = []
+    for number in range(10_000):
+        key = HOSTILE.encode() if not number else b"%s-%d" % (HOSTILE.encode(), number)
+        one = LaneRecord(
+            stop=LaneStatus.BLOCKED,
+            key=key,
+            partition=number % 2,
+            offset=number // 2,
+            since=now - number,
+            letter=why,
+        )
+        stopped.append(
+            {
+                "partition": one.partition,
+                "key": one.name,
+                "value": one.encode(),
+                "headers": [*labels.of(one.name)],
+            }
+        )
+    log.send("evil.state", stopped)
+    identity = log.cluster.identity("evil.in").source
+    context = dead_letter_headers("evil", None, "dead", identity, 0, 0, None, why)
+    letters = []
+    for number in range(100_000):
+        headers = [
+            (name, b"%d" % number if name == "keylane-offset" else value)
+            for name, value in context
+            if name != "keylane-traceback" or number < 100
+        ]
+        letters.append(
+            {
+                "partition": 0,
+                "key": HOSTILE.encode() if number % 10 else b"\xff\x00%d" % number,
+                "value": HOSTILE.encode() * 13_000 if number == 99_999 else HOSTILE.encode(),
+                "headers": [(HOSTILE, HOSTILE.encode()), *headers],
+            }
+        )
+    log.send("evil.dlq", letters)
+    return "evil"
+
+
+def test_hostile_content_neither_runs_nor_hangs(evil: str, log: Log, browser: Browser) -> None:
+    links: list[str] = []
+    with (
+        ConsoleServer(log.settings, [evil], port=0, announce=links.append) as console,
+        Visitor(browser, console.link) as visitor,
+    ):
+        page = visitor.page
+        page.locator("article", has_text="evil").wait_for()
+        page.locator("text=10,000 blocked").wait_for(timeout=20_000)
+
+        def quick(path: str, text: str, most: float = 20.0) -> None:
+            visitor.open(path)
+            page.locator("main", has_text=text).wait_for(timeout=most * 1000)
+            assert (
+                page.evaluate("document.images.length + document.querySelectorAll('main script').length") == 0
+            )
+
+        quick("/apps/evil", "evil")
+        quick("/apps/evil/lanes", "10,000 blocked")
+        assert page.locator("tbody tr").count() == 100
+        page.get_by_role("button", name="Older").click()
+        page.locator("text=page 2 of 100").wait_for()
+        page.locator("tbody a.row").first.click()
+        page.locator("text=Attempts of its head").wait_for()
+        assert "\\x1b[31m" in visitor.text()
+        quick("/apps/evil/letters", "100,000 dead letters", 40.0)
+        quick("/apps/evil/letters/list", "0@99999")
+        quick("/apps/evil/letters/0/99999", "hidden")
+        page.get_by_role("button", name="Show the contents").click()
+        page.locator("text=Only the beginning is shown").wait_for()
+        quick("/apps/evil/pictures", "Watermarks")
+        quick(f"/apps/evil/lane?key={quote(HOSTILE)}", "Lane")
+        first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        assert first < 1000
+        assert visitor.errors == []

@@ -30,7 +30,7 @@ def ensure() -> str | None:
     """The same, after installing one if this is a Debian machine and its administrator runs the tests."""
     found = find()
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        print("installing Chromium for the console's tests ...", file=sys.stderr, flush=True)
+        sys.stderr.write("installing Chromium for the console's tests ...\n")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 300}
         try:
             subprocess.run(["apt-get", "update"], check=True, **quiet)  # type: ignore[call-overload]
@@ -41,7 +41,7 @@ def ensure() -> str | None:
                 **quiet,
             )  # type: ignore[call-overload]
         except (subprocess.SubprocessError, OSError) as error:
-            print(f"could not install Chromium: {error}", file=sys.stderr)
+            sys.stderr.write(f"could not install Chromium: {error}\n")
         found = find()
     return found
 
@@ -88,4 +88,4 @@ class Visitor:
 
 if __name__ == "__main__":
     if ensure() is None:
-        print(f"\n{'!' * 100}\n{MISSING}\n{'!' * 100}\n", file=sys.stderr)
+        sys.stderr.write(f"\n{'!' * 100}\n{MISSING}\n{'!' * 100}\n\n")

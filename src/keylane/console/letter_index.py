@@ -37,7 +37,7 @@ CREATE TABLE letter (
 );
 CREATE INDEX by_cause ON letter (cause, at);
 CREATE INDEX by_key ON letter (key);
-CREATE INDEX by_time ON letter (at DESC, place);
+CREATE INDEX by_time ON letter (at, place);
 CREATE INDEX by_position ON letter (partition, offset);
 """
 
@@ -281,14 +281,14 @@ class LetterIndex:
         }
 
     def page(self, query: LetterQuery, page: int) -> dict[str, Any]:
-        """One page of dead letters, the newest first; those of one lane and time in their order."""
+        """One page of dead letters, the newest first."""
         where, values = query.where()
         with self._lock:
             rows = self._database.execute(
                 "SELECT letter.partition, letter.offset, key, source, kind, cause.id, cause.stage, cause.error,"
                 " letter.message, attempts, at, behind, redrives, size, redriven"
                 f" FROM letter JOIN cause ON cause.id = letter.cause WHERE {where}"
-                " ORDER BY at DESC, place LIMIT ? OFFSET ?",
+                " ORDER BY at DESC, place DESC LIMIT ? OFFSET ?",
                 [*values, PAGE_LETTERS + 1, page * PAGE_LETTERS],
             ).fetchall()
         names = (
