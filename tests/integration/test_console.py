@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import http.client
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +27,7 @@ from keylane.kafka.cluster import Cluster
 from keylane.lanes.lane_record import LaneRecord, LaneStatus
 from keylane.policies.failure_info import FailedAttempt, FailureInfo
 from keylane.state.labels import Labels
+from keylane.telemetry.lane_wall import STATES
 from support.browser import MISSING, Visitor, find
 from support.tasks import note_plan
 from support.topics import wait_until
@@ -27,7 +35,7 @@ from support.topics import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Route
     from pyspark.sql import SparkSession
 
     from keylane.spark.query import LaneQuery
@@ -56,6 +64,10 @@ class Shop:
 
         @self.orders.stage
         async def charge(msg: Message) -> Any:
+            if msg.value == b"slow":
+                await asyncio.sleep(8)
+            elif msg.value.startswith(b"load"):
+                await asyncio.sleep(0.02)
             if msg.value == b"bad" and os.path.exists(bank):  # noqa: ASYNC240, PTH110 - shipped to a worker
                 raise Transient("the bank does not answer")
             return msg.value
@@ -329,6 +341,103 @@ def test_read_only_console_rejects_requests_made_by_hand(shop: Shop) -> None:
         )
 
 
+def test_lane_wall_shows_every_lane_while_somebody_looks(shop: Shop, visitor: Visitor) -> None:
+    page = visitor.open("/apps/orders/lanes")
+    page.locator("canvas.wall").wait_for()
+    shop.log.send("orders.in", [{"key": b"slow-%d" % n, "value": b"slow"} for n in range(300)])
+    page.wait_for_function(
+        "Number(document.querySelector('canvas.wall').dataset.lanes) >= 300", timeout=20_000
+    )
+    assert "300 lanes have messages" in visitor.text()
+
+
+def test_wall_draws_twenty_thousand_lanes_smoothly(shop: Shop, visitor: Visitor) -> None:
+    """Each second all lanes have other states; the frames are counted in the browser."""
+    rounds = 0
+
+    def lanes(route: Route) -> None:
+        nonlocal rounds
+        rounds += 1
+        content = b"".join(
+            (n * 13 % 65_536).to_bytes(2, "little") + bytes([(n * 7 + rounds) % 7]) for n in range(20_000)
+        )
+        one = {"at": rounds, "lanes": base64.b64encode(content[: len(content) // 2]).decode()}
+        two = {"at": rounds, "lanes": base64.b64encode(content[len(content) // 2 :]).decode()}
+        route.fulfill(
+            json={
+                "states": [state.value for state in STATES],
+                "tasks": [{"task": 0, **one}, {"task": 1, **two}],
+            }
+        )
+
+    visitor.page.route("**/api/apps/orders/wall", lanes)
+    page = visitor.open("/apps/orders/lanes")
+    page.wait_for_function("document.querySelector('canvas.wall').dataset.lanes === '20000'", timeout=20_000)
+    page.wait_for_timeout(2_000)
+    costs = page.evaluate(FRAME_COSTS)
+    page.wait_for_timeout(100)
+    picture(visitor, "wall")
+    assert rounds >= 3
+    assert sorted(costs)[len(costs) // 2] < 1000 / 60, costs  # half of the frames are on time, on any machine
+
+
+FRAME_COSTS = """
+() => new Promise((resolve) => {
+  const found = [];
+  const draw = CanvasRenderingContext2D.prototype.drawImage;
+  let began = 0;
+  const create = CanvasRenderingContext2D.prototype.createImageData;
+  CanvasRenderingContext2D.prototype.createImageData = function (...given) {
+    began = performance.now();
+    return create.apply(this, given);
+  };
+  CanvasRenderingContext2D.prototype.drawImage = function (...given) {
+    draw.apply(this, given);
+    found.push(performance.now() - began);
+    if (found.length === 60) resolve(found);
+  };
+})
+"""
+"""The milliseconds that each of 60 frames of the wall takes to draw."""
+
+
+def test_race_finishes_with_the_keyed_trace_in_order(browser: Browser, tmp_path: Path) -> None:
+    arguments = ["race", "--web", "--port", "0", "--messages", "120", "--keys", "6", "--work-ms", "20"]
+    with (tmp_path / "said").open("w+") as said:
+        running = subprocess.Popen([sys.executable, "-m", "keylane", *arguments], stdout=said, stderr=said)
+        try:
+
+            def link() -> str:
+                found = re.search(r"the race: (http\S+)", (tmp_path / "said").read_text())
+                return found[1] if found else ""
+
+            wait_until(lambda: bool(link()) or running.poll() is not None, 55, "the race serves its page")
+            with Visitor(browser, link()) as visitor:
+                page = visitor.open("/race")
+                for _round in range(2):
+                    page.locator("#again:not([disabled])").click()
+                    page.locator("#again[disabled]").wait_for()
+                    page.locator("#over").wait_for(timeout=30_000)
+                    traces = {
+                        order: [
+                            int(n)
+                            for n in (page.get_attribute(f"[data-order={order}]", "data-trace") or "").split()
+                        ]
+                        for order in ("none", "global", "key")
+                    }
+                    assert all(sorted(trace) == list(range(120)) for trace in traces.values())
+                    assert traces["global"] == list(range(120))
+                    for key in range(6):
+                        of_key = [number for number in traces["key"] if number % 6 == key]
+                        assert of_key == sorted(of_key)
+                    assert traces["key"] != sorted(traces["key"])
+                picture(visitor, "race")
+                assert visitor.errors == []
+        finally:
+            running.send_signal(signal.SIGINT)
+            assert running.wait(30) == 0, (tmp_path / "said").read_text()
+
+
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e\x00<script>alert(2)</script>"
 
 
@@ -427,3 +536,86 @@ def test_hostile_content_neither_runs_nor_hangs(evil: str, log: Log, browser: Br
         first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
         assert first < 1000
         assert visitor.errors == []
+
+
+def test_every_page_works_in_light_and_dark_and_on_narrow_screens(
+    shop: Shop, console: ConsoleServer, browser: Browser, links: list[str]
+) -> None:
+    ended = threading.Event()
+
+    def load() -> None:
+        number = 0
+        while not ended.wait(0.1):
+            rows = [
+                {"key": b"chat-%d" % ((number + n) % 400), "value": b"load%d" % (number + n)}
+                for n in range(40)
+            ]
+            shop.log.send("orders.in", rows)
+            number += 40
+
+    sender = threading.Thread(target=load)
+    sender.start()
+    shop.bank.touch()
+    try:
+        shop.order(b"k42", b"bad")
+        pages = {
+            "overview": ("/", "stuck on lane k42"),
+            "app": ("/apps/orders", "Hot keys"),
+            "lanes": ("/apps/orders/lanes", "k42"),
+            "lane": ("/apps/orders/lane?key=k42", "Attempts of its head"),
+            "letters": ("/apps/mail/letters", "dead letter"),
+            "pictures": ("/apps/orders/pictures", "Watermarks"),
+            "audit": ("/apps/mail/audit", "Commands given"),
+        }
+        for mode in ("light", "dark"):
+            with Visitor(browser, links[-1], dark=mode == "dark") as visitor:
+                page = visitor.page
+                page.locator("text=stuck on lane k42").wait_for(timeout=20_000)
+                if PICTURES and mode == "light":
+                    page.wait_for_timeout(12_000)  # so that the charts have something to show
+                for name, (path, text) in pages.items():
+                    visitor.open(path)
+                    page.locator("main", has_text=text).wait_for(timeout=20_000)
+                    if PICTURES:
+                        page.wait_for_timeout(2_500)
+                        picture(visitor, f"{name}-{mode}")
+                if mode == "dark":
+                    page.set_viewport_size({"width": 390, "height": 800})
+                    for path, text in pages.values():
+                        visitor.open(path)
+                        page.locator("main", has_text=text).wait_for(timeout=20_000)
+                        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+                assert visitor.errors == []
+    finally:
+        ended.set()
+        sender.join()
+        shop.bank.unlink()
+
+
+def test_keyboard_moves_and_opens(shop: Shop, visitor: Visitor) -> None:
+    page = visitor.page
+    page.locator("a.row").first.wait_for()
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.className") == "row name"
+    page.keyboard.press("Enter")
+    page.locator("nav.tabs").wait_for()
+    page.keyboard.press("2")
+    page.get_by_label("Find the lane of a key").wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("k1")
+    page.keyboard.press("Enter")
+    page.locator("h1", has_text="Lane k1").wait_for()
+    page.keyboard.press("o")
+    page.locator("article").first.wait_for()
+    page.keyboard.press("?")
+    page.locator("dialog", has_text="Keyboard").wait_for()
+
+
+def test_page_says_when_no_data_comes(shop: Shop, browser: Browser) -> None:
+    with (
+        ConsoleServer(shop.log.settings, ["orders"], port=0) as console,
+        Visitor(browser, console.link) as visitor,
+    ):
+        visitor.page.locator("text=● live").wait_for()
+        console.close()
+        visitor.page.locator("text=/no data for \\d+ s/").first.wait_for(timeout=15_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,7 @@ from keylane.key_text import parse_key, show_key
 from keylane.safe_text import cut
 from keylane.state.facts import action_facts, lane_facts
 from keylane.state.stopped_lanes import totals
+from keylane.telemetry.lane_wall import STATES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -103,6 +105,7 @@ class Routes:
                 Route("/api/me", self._me),
                 Route("/api/stream", self._stream),
                 Route(f"{one}/history", self._history),
+                Route(f"{one}/wall", self._wall),
                 Route(f"{one}/lanes", self._lanes),
                 Route(f"{one}/lane", self._lane),
                 Route(f"{one}/lane/{{do}}", self._move, methods=["POST"]),
@@ -224,6 +227,15 @@ class Routes:
         if span not in SPANS:
             raise SettingsError(f"span: expected one of {', '.join(SPANS)}, got {span[:20]!r}")
         return Json(self._hub.watch(request.path_params["app"]).series(span))
+
+    async def _wall(self, request: Request) -> Response:
+        watch = self._hub.watch(request.path_params["app"])
+        watch.look()
+        tasks = [
+            {"task": task, "at": at, "lanes": base64.b64encode(lanes).decode("ascii")}
+            for task, (at, lanes) in sorted(watch.wall().items())
+        ]
+        return Json({"states": [state.value for state in STATES], "tasks": tasks})
 
     def _lanes(self, request: Request) -> Response:
         app = request.path_params["app"]

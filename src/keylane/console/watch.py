@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,9 +18,12 @@ from keylane.errors import BrokerError, KeylaneError
 from keylane.kafka.client import OffsetSpec
 from keylane.kafka.cluster import Cluster
 from keylane.state.stopped_lanes import StoppedLane, stopped_lanes
+from keylane.state.topic import order_watch
+from keylane.strict_json import MalformedRecordError
 from keylane.telemetry.lag_monitor import LagMonitor
+from keylane.telemetry.lane_wall import unpack
 from keylane.telemetry.source_topic import StartingError, find_source
-from keylane.topic_names import dead_letter_topic
+from keylane.topic_names import dead_letter_topic, state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +46,10 @@ _BACKFILL_SECONDS = 900.0
 """Telemetry from before the console's start that the charts begin with."""
 _RETRY_SECONDS = 2.0
 _DEAD_INTERVAL_SECONDS = 5.0
+_LOOK_SECONDS = 30.0
+"""Time for which tasks are asked to send their lanes; they are asked again after a third of it."""
+_WALL_SECONDS = 10.0
+"""Lanes older than this are not shown any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,9 @@ class AppWatch:
         self._dead_today: int | None = None
         self._dead_due = 0.0
         self._version = 0
+        self._look_until = 0.0
+        self._asked_to_look = -_LOOK_SECONDS
+        self._walls: dict[int, tuple[float, bytes]] = {}  # by task; replaced, never changed
         self._thread = threading.Thread(target=self._run, name=f"keylane-console-{app}", daemon=True)
 
     def start(self) -> None:
@@ -94,6 +105,15 @@ class AppWatch:
         """The app's history, for charts."""
         with self._lock:
             return self._history.series(span, time.time())
+
+    def look(self) -> None:
+        """Somebody looks at the lane wall now: have tasks send their lanes for a while."""
+        self._look_until = time.monotonic() + _LOOK_SECONDS / 2
+
+    def wall(self) -> dict[int, tuple[float, bytes]]:
+        """By task: when it sent its lanes, and the lanes as :func:`keylane.telemetry.lane_wall.unpack` gives them."""
+        now = time.time()
+        return {task: found for task, found in self._walls.items() if now - found[0] < _WALL_SECONDS}
 
     def ask(self, question: Callable[[AdminClient], T]) -> Future[T]:
         """Run this in the watch's thread, which alone may use the state topic's reader."""
@@ -133,6 +153,7 @@ class AppWatch:
                     raise BrokerError(f"the state topic of app {self.app!r} is gone")
                 if operator.source not in ("", source):
                     return  # a run with another source has begun
+                self._keep_looking(operator)
                 if view is not None:
                     self._publish(self._read(view, operator, source))
                 self._serve(max(0.05, began + INTERVAL_SECONDS - time.monotonic()), operator)
@@ -142,6 +163,18 @@ class AppWatch:
     def _listen(self, snapshots: list[Snapshot]) -> None:
         with self._lock:
             self._history.take(snapshots)
+        for one in snapshots:
+            if one.wall:
+                with contextlib.suppress(MalformedRecordError):  # any client may have written into the topic
+                    self._walls = {**self._walls, one.task: (one.at, unpack(one.wall))}
+
+    def _keep_looking(self, operator: AdminClient) -> None:
+        """Ask the tasks for their lanes while somebody looks."""
+        now = time.monotonic()
+        if now < self._look_until and now - self._asked_to_look > _LOOK_SECONDS / 3:
+            self._asked_to_look = now
+            until = time.time() + _LOOK_SECONDS
+            order_watch(self._settings, state_topic(self.app), operator.partitions, until)
 
     def _read(self, view: LagView, operator: AdminClient, source: str) -> Reading:
         stopped = stopped_lanes(operator.lanes(), operator.open_commands())

@@ -400,7 +400,7 @@ class LaneWorker:
             loop.create_task(dead_letters.ship()),
         ]
         if self._telemetry is not None:
-            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher)
+            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher, state)
             background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _fail_with(job, engine))

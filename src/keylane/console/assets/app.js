@@ -61,7 +61,7 @@ export function appPage(root, { context, name, query }) {
         facts.why?.length ? h("ul.why", null, facts.why.map((why) => h("li", null, plain(why)))) : null,
         facts.lag === undefined ? null : h("section.card.figures", { "aria-label": "Figures" },
           figure("in", rate(facts.rate_in)), figure("done", rate(facts.rate_out)), figure("p50", seconds(facts.p50)), figure("p99", seconds(facts.p99)),
-          figure("lag", short(facts.lag), facts.lag ? `caught up in ${facts.catch_up === null ? "–" : age(Math.max(1, facts.catch_up))}` : "nothing waits"),
+          figure("lag", short(facts.lag), facts.lag ? facts.catch_up === null ? "it does not shrink" : `caught up in ${age(Math.max(1, facts.catch_up))}` : "nothing waits"),
           figure("retries", rate(facts.retry_rate)), figure("dead letters today", count(facts.dead_today)),
           h("div.figure.wide", null, h("div.label", null, "lanes"), laneBar(facts.lanes))),
         command(`keylane lag ${name} --watch --bootstrap ${context.me.bootstrap}`),

@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { h, render } from "./dom.js";
 import { ago, clock, count, plain } from "./format.js";
+import { wallOf } from "./wall.js";
 import { cells, command, empty, jobs, laneBar, laneLink, pager, problem, table } from "./widgets.js";
 
 const SIGNS = { blocked: ["■", "bad"], parked: ["▣", "purple"], skipping: ["→", "busy"] };
@@ -15,14 +16,14 @@ export function laneState(name) {
 export function lanesPage(root, { context, name, query }) {
   let found = null, failed = null, timer = null, closed = false, lanes = null, doing = null;
   const now = { q: query.get("q") || "", state: query.get("state") || "", page: Number(query.get("page")) || 0 };
-  const search = h("div"), list = h("div");
+  const search = h("div"), list = h("div"), wall = h("div");
   const key = h("input", { type: "search", id: "key", placeholder: "A key, or hex:… for bytes", autocomplete: "off", spellcheck: "false", maxlength: "2000" });
   render(search, h("form.find", { role: "search", on: { submit: (event) => { event.preventDefault(); if (key.value) context.navigate(`/apps/${name}/lane?key=${encodeURIComponent(key.value)}`); } } },
     h("label", { for: "key" }, "Find the lane of a key"), key, h("button", { class: "primary" }, "Open the lane")));
   const filter = h("input", { type: "text", "aria-label": "Filter the stopped lanes", placeholder: "filter: part of a key", value: now.q, on: { change: (event) => go({ q: event.target.value, page: 0 }) } });
   const states = h("select", { "aria-label": "State", on: { change: (event) => go({ state: event.target.value, page: 0 }) } },
     ["", "blocked", "parked", "skipping"].map((one) => h("option", { value: one, selected: one === now.state }, one || "all states")));
-  render(root, h("h1.sr", null, `Lanes of ${plain(name)}`), h("section.card", null, search, h("div.summary")),
+  render(root, h("h1.sr", null, `Lanes of ${plain(name)}`), h("section.card", null, search, h("div.summary")), wall,
     h("section.card", null, h("div.chartbar", null, h("h2", null, "Stopped lanes"), filter, states), list, command(`keylane lanes list ${name} --bootstrap ${context.me.bootstrap}`)), h("div.jobs"));
 
   function go(change) {
@@ -50,6 +51,7 @@ export function lanesPage(root, { context, name, query }) {
       pager(found.page, found.pages, (page) => go({ page })));
   }
 
+  const picture = wallOf(wall, name);
   load();
   return {
     update(event, data) {
@@ -63,6 +65,6 @@ export function lanesPage(root, { context, name, query }) {
         render(root.lastElementChild, jobs(data.jobs));
       }
     },
-    close() { closed = true; clearTimeout(timer); },
+    close() { closed = true; clearTimeout(timer); picture.close(); },
   };
 }

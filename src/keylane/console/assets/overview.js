@@ -29,7 +29,7 @@ function card(app) {
     figure("in", rate(app.rate_in), null, spark(app.spark.in, "sky", "messages in, last two minutes")),
     figure("out", rate(app.rate_out), null, spark(app.spark.out, "good", "messages done, last two minutes")),
     figure("p50", seconds(app.p50), `p99 ${seconds(app.p99)}`, spark(app.spark.p99, "purple", "p99, last two minutes")),
-    figure("lag", short(app.lag), app.lag ? `caught up in ${app.catch_up === null ? "–" : age(Math.max(1, app.catch_up))}` : "nothing waits", spark(app.spark.lag, "warn", "lag, last two minutes")),
+    figure("lag", short(app.lag), app.lag ? app.catch_up === null ? "it does not shrink" : `caught up in ${age(Math.max(1, app.catch_up))}` : "nothing waits", spark(app.spark.lag, "warn", "lag, last two minutes")),
     figure("dead letters today", count(app.dead_today), null, app.dead_today ? link(`/apps/${app.app}/letters`, null, "look at them") : null),
     h("div.figure.wide", null, h("div.label", null, `lanes, ${app.tasks === 1 ? "1 task" : `${count(app.tasks)} tasks`}`), laneBar(app.lanes)));
   return h("article.card.app", { "data-id": app.app, class: `tone-${app.state.replace(" ", "-")}` },
