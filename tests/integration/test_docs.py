@@ -176,6 +176,7 @@ COMMANDS = [
     "verify",
     "lag",
     "metrics",
+    "console",
 ]
 
 

@@ -83,7 +83,7 @@ export function wallOf(root, name) {
     if (now - since > 1000) { perSecond = Math.round((frames * 1000) / (now - since)); canvas.dataset.fps = perSecond; canvas.dataset.lanes = total; frames = 0; since = now; }
     const shown = [...bands.entries()].sort((a, b) => a[0] - b[0]);
     const number = Math.max(1, shown.length);
-    const deep = Math.max(8, Math.floor(ROWS / number)), gap = number > 1 ? 1 : 0;
+    const deep = Math.max(8, Math.floor(ROWS / number)), gap = number > 1 ? 2 : 0;
     const tall = number * deep + (number - 1) * gap;
     if (image.width !== COLUMNS || image.height !== tall) { image.width = COLUMNS; image.height = tall; }
     const inner = image.getContext("2d");
