@@ -186,6 +186,7 @@ COMMANDS = [
     "verify",
     "lag",
     "metrics",
+    "console",
 ]
 
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
-from keylane.cli.layout import counted
 from keylane.errors import SettingsError
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.shard import WHOLE
 from keylane.offsets.slots import ALL, SLOTS
 from keylane.state.admin import AdminClient
+from keylane.wording import counted
 
 
 def plan(

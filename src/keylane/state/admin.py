@@ -16,9 +16,16 @@ from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.offsets.identity import TopicIdentity
 from keylane.state.answers import CommandAnswer, decode_command_answer
-from keylane.state.commands import Command, audit_name, new_command_id, operator_name
+from keylane.state.commands import (
+    REASON_CHARACTERS_MAX,
+    Command,
+    audit_name,
+    check_reason,
+    new_command_id,
+    operator_name,
+)
 from keylane.state.labels import Labels
-from keylane.state.topic import StateTopic
+from keylane.state.topic import Claim, StateTopic
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
@@ -73,6 +80,8 @@ class AuditEntry:
     """The id of the command that it cancels; empty if it is not a cancel."""
     who: str
     at: float
+    reason: str
+    """Why it was given; empty if nobody said."""
     open: bool
     answer: CommandAnswer | None
     """None if no task has carried it out: it is still open, or its message is gone."""
@@ -144,6 +153,11 @@ class AdminClient:
         """The plans of all runs that own partitions now: one of each shard. Before they plan: :meth:`plan`."""
         newest = self.plan()
         return self._state.current_plans or ([] if newest is None else [newest])
+
+    def claims(self) -> dict[int, list[Claim]]:
+        """Who owns which slots, by partition, as the owners said last. An owner that has died still has its claim."""
+        self._follow()
+        return {partition: list(found.values()) for partition, found in self._state.owners.items() if found}
 
     def started(self) -> float | None:
         """Unix time when the newest run took the app over; None before the first."""
@@ -253,6 +267,7 @@ class AdminClient:
                 "withdraws": command.withdraws,
                 "who": command.who,
                 "at": command.at,
+                "reason": command.reason,
                 "id": command.id,
             }
             for name, value in (
@@ -336,8 +351,9 @@ class AdminClient:
 
     @wire.decoder
     def _action(self, partition: int, value: bytes, open_ids: Collection[str]) -> AuditEntry:
+        found = wire.loads(value)
         command_id, do, key, offset, letters, withdraws, who, at = wire.fields(
-            wire.loads(value), "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
+            found, "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
         )
         return AuditEntry(
             id=wire.text(command_id),
@@ -349,6 +365,7 @@ class AdminClient:
             withdraws=wire.text(withdraws, 200),
             who=wire.text(who),
             at=wire.seconds(at),
+            reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
             open=command_id in open_ids,
             answer=self._answer(command_id),
         )
@@ -391,8 +408,13 @@ def new_command(
     offset: int | None = None,
     letters: Sequence[int] | None = None,
     to: int | None = None,
+    reason: str = "",
+    who: str | None = None,
 ) -> Command:
-    """Make a command in the name of the user who runs this program. It is not written yet."""
+    """Make a command. ``who`` gives it; by default the user who runs this program. It is not written yet.
+
+    Raises SettingsError for a reason that is too long.
+    """
     return Command(
         do=do,
         partition=partition,
@@ -401,12 +423,13 @@ def new_command(
         letters=None if letters is None else tuple(letters),
         to=to,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 
-def cancel_command(command: Command) -> Command:
+def cancel_command(command: Command, *, reason: str = "", who: str | None = None) -> Command:
     """Make a command that withdraws another one. It is not written yet."""
     return Command(
         do="cancel",
@@ -415,8 +438,9 @@ def cancel_command(command: Command) -> Command:
         offset=command.offset,
         withdraws=command.id,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 

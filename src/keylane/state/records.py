@@ -118,6 +118,13 @@ def decode_grouped(value: bytes) -> Generation:
 
 
 @wire.decoder
+def decode_watch(value: bytes) -> float:
+    """Until when somebody looks."""
+    (until,) = wire.fields(wire.loads(value), "until")
+    return wire.seconds(until)
+
+
+@wire.decoder
 def decode_stop(value: bytes) -> str:
     """The run that must end."""
     (run,) = wire.fields(wire.loads(value), "run")

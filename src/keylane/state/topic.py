@@ -27,6 +27,7 @@ key                       value
 ``command/guard``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
 ``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
 ``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
+``watch``                 ``{"until": …}``: until then somebody looks at single lanes
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
 ========================  ==================================================================
 
@@ -92,6 +93,7 @@ EPOCH = b"epoch"
 VERSION = b"version/"
 VERSIONS = b"versions"
 LAYOUT = b"lane-state"
+WATCH = b"watch"
 OWNER = b"owner/"
 _KINDS = (
     *(
@@ -110,7 +112,7 @@ _KINDS = (
         FORMER,
         LOAD,
     ),
-    *(PLAN, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
 )
 _PARTS = (LOAD, REST, REDRIVEN, VERSIONS, LAYOUT)
 ELSEWHERE = "kl1:@"
@@ -119,6 +121,8 @@ NOTHING = "kl1:-"
 """The metadata of a committed offset above which nothing is done. Never empty: other tools write empty metadata."""
 RANGES = "kl1:/"
 """The metadata of a committed offset in a shared partition: the progress of each range is in the state topic."""
+WATCH_SECONDS_MAX = 60.0
+"""Time for which single lanes are sent at most after a request; whoever looks asks again."""
 _FETCH_WAIT_MS = 20
 """Time the broker waits for more data before it reports the end. Every restore takes at least this long."""
 _RESTING_FETCH_WAIT_MS = 1
@@ -160,6 +164,11 @@ def order_plan(
     """
     wanted = {"run": run, "number": number, "tasks": tasks}
     _order(settings, topic, shard.of(range(partitions)), REPLAN, wanted, REQUEST_SECONDS)
+
+
+def order_watch(settings: KafkaSettings, topic: str, partitions: int, until: float) -> None:
+    """Ask tasks to put every lane into their telemetry until then. Raises BrokerError."""
+    _order(settings, topic, range(partitions), WATCH, {"until": until}, REQUEST_SECONDS)
 
 
 def _order(
@@ -298,6 +307,7 @@ class StateTopic:
         """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
         self.stopped = False
+        self.watched_until = 0.0  # unix time: until then, telemetry has every lane
         self.guard_reason = ""  # why the run was stopped
         self.runs: dict[int, dict[str, Any]] = {}  # the run that the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
@@ -571,6 +581,8 @@ class StateTopic:
             run, why = records.decode_guard_stop(value)
             if run == self._run:
                 self.guard_reason = why
+        elif name == WATCH:
+            self.watched_until = min(records.decode_watch(value), time.time() + WATCH_SECONDS_MAX)
         elif _is_part(name, REST):
             run, until = records.decode_rest(value)
             if run == self._run:

@@ -404,7 +404,7 @@ class LaneWorker:
         if worker_session.values is not None:
             background.append(loop.create_task(worker_session.values.flush_often()))
         if self._telemetry is not None:
-            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher)
+            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher, state)
             background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _fail_with(job, engine))

@@ -12,18 +12,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from keylane.cli import lag as lag_command
-from keylane.cli import source_topic as source
 from keylane.cli.arguments import app_name
-from keylane.cli.lag_view import facts, reasons, shown
+from keylane.cli.lag_view import shown
 from keylane.cli.main import app, main
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.oldest_pending import OldestPending
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus, RetryState
 from keylane.telemetry import lag_monitor as lag_monitor_module
+from keylane.telemetry import source_topic as source
 from keylane.telemetry.lag import PartitionLag
 from keylane.telemetry.lag_monitor import LagView, PartitionView
 from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, pace_of, work_on
+from keylane.telemetry.lag_words import facts, reasons
 from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures
 from support.snapshots import histogram, snapshot
 from support.state_log import stopped
