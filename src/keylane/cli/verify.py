@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client, moment
-from keylane.cli.keys import show_key
-from keylane.cli.layout import counted
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.key_text import show_key
 from keylane.state.admin import AdminClient
 from keylane.topic_names import ledger_topic
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -69,6 +69,8 @@ _WARN_EVERY_SECONDS = 10.0
 _MOVING_CODES = (
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.FENCED_LEADER_EPOCH,  # this client's metadata is older than the leader
+    ClientError.UNKNOWN_LEADER_EPOCH,
     ClientError.UNKNOWN_TOPIC_OR_PART,  # a new topic that not every broker knows yet
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,
@@ -134,9 +136,9 @@ class AppTopics:
     partitions: int
     """Of the source."""
     sink_limit: int
-    """The sink's ``max.message.bytes``; 0 without a sink."""
+    """The first sink's ``max.message.bytes``; 0 without a sink."""
     sink_stamps: bool
-    """Whether the sink replaces the timestamps of records with its own."""
+    """Whether the first sink replaces the timestamps of records with its own."""
 
 
 def _topic_id(described: Future[Any]) -> str:
@@ -160,7 +162,10 @@ def _rules(described: Future[Any]) -> TopicRules:
         for name in ("message.timestamp.before.max.ms", "message.timestamp.after.max.ms")
     )
     return TopicRules(
-        limit=int(found["max.message.bytes"].value), max_age_ms=max_age_ms, max_ahead_ms=max_ahead_ms
+        limit=int(found["max.message.bytes"].value),
+        max_age_ms=max_age_ms,
+        max_ahead_ms=max_ahead_ms,
+        stamps=overwrites,
     )
 
 
@@ -255,11 +260,12 @@ class Cluster:
         return AppIdentity(source=of_source, dlq=of_dlq)
 
     def prepare(self, app: AppSpec) -> AppTopics:
-        """Check that the source and the sink exist, and create the app's own topics."""
+        """Check that the source and the sinks exist, and create the app's own topics."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
+        for sink in app.sinks:
+            self.partitions(sink, f"a sink of app {app.name!r}, topic")
         if app.sink is not None:
-            self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:
@@ -270,6 +276,9 @@ class Cluster:
         limit = max(int(STATE_CONFIG["max.message.bytes"]), int(source_limit) + STATE_ROOM_BYTES)
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {"max.message.bytes": str(limit)})
+        # It keeps its number of partitions too: the planner adds partitions before those of the state topic.
+        if app.states and app.lane_state not in self.topics():
+            self.ensure(app.lane_state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
         # An existing state topic keeps its number of partitions here: the planner adopts new ones.
         if app.state not in self.topics():
             # The last segment is not compacted, and a task reads all of it, so segments are small.
