@@ -66,6 +66,8 @@ _WARN_EVERY_SECONDS = 10.0
 _MOVING_CODES = (
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.UNKNOWN_LEADER_EPOCH,  # of a new topic: its leader does not know yet that it is the leader
+    ClientError.FENCED_LEADER_EPOCH,
     ClientError.UNKNOWN_TOPIC_OR_PART,  # a new topic that not every broker knows yet
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,
