@@ -84,7 +84,7 @@ def test_planner_without_its_spark_stops_waiting(clock: Clock, monkeypatch: pyte
 @pytest.mark.parametrize("code", [ClientError.UNKNOWN_LEADER_EPOCH, ClientError.FENCED_LEADER_EPOCH])
 def test_leader_of_another_epoch_is_asked_again(clock: Clock, code: int) -> None:
     """A new topic: the client knows its leader before the leader does, or knows only the one before."""
-    answers = [KafkaException(ClientError(code)), 7]
+    answers: list[KafkaException | int] = [KafkaException(ClientError(code)), 7]
 
     def ask() -> int:
         answer = answers.pop(0)
