@@ -171,7 +171,9 @@ class Runner:
         query = start(app, spark, package=self._package, **self._given)
         self._stopper.runs(app.drain_timeout + _DRAIN_GRACE_SECONDS + _END_SECONDS_MAX)
         part = "" if self._shard.whole else f" as shard {self._shard}"
-        sink = app.sink or ("no sink" if app.custom_sink is None else type(app.custom_sink).__name__)
+        sink = ", ".join(app.sinks) or (
+            "no sink" if app.custom_sink is None else type(app.custom_sink).__name__
+        )
         self._say(
             f"app {app.name!r} runs{again}{part}: {app.source} → {sink} at {self._settings.bootstrap}. "
             "Ctrl-C drains it."

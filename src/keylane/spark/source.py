@@ -200,7 +200,12 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if moving is None:  # nothing of the old layout is left to be done
                 former.add(adopted)
                 self._note_former(former)
-                for own in ("dlq", "ledger", "state"):  # the last one says that the others are ready
+                for own in (
+                    "dlq",
+                    "ledger",
+                    "lane-state",
+                    "state",
+                ):  # the last one says that the others are ready
                     if f"{plan.app}.{own}" in known:
                         cluster.ensure(f"{plan.app}.{own}", there, {})
                 log.warning("topic %s: reading %d new partitions from now on", plan.topic, there - adopted)

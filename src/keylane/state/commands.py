@@ -106,7 +106,7 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         at=wire.seconds(at),
     )
     if command.name != name:
-        raise wire.MalformedRecordError(f"expected the record of this order at {command.name!r:.200}")
+        raise wire.MalformedRecordError(f"expected the record of this command at {command.name!r:.200}")
     return command
 
 

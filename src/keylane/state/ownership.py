@@ -28,6 +28,7 @@ from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
+from keylane.state.fences import Fences
 from keylane.state.labels import Labels
 from keylane.state.topic import OWNER, RUN, StateTopic
 
@@ -227,14 +228,16 @@ class Ownership:
     def claim(self, owned: Mapping[int, Slots]) -> bool:
         """Own these slots of these partitions. Returns True if no earlier owner had to be fenced.
 
-        Raises TakenOverError when the app belongs to another run, and ItemTakenError when another task of this epoch
-        was first; then nothing is owned.
+        Each claim of an earlier owner is answered by one fence. Raises TakenOverError when the app belongs to another
+        run, ItemTakenError when another task of this epoch was first (then nothing is owned), and BrokerError when
+        claims stay unreadable although the broker had time to end every transaction in front of them.
         """
         self._owned = dict(owned)
         self.check_run()
         self._writer.write_blocking(self._notes())
+        places = {p: self._writer.written[p] for p in self._owned}
         began = time.monotonic()
-        clean = True
+        fences = Fences(self._settings, self._app, self._state.topic)
         while True:
             seen = self._state.read_through(self._writer.written, _LOOK_SECONDS)
             self.check_run()
@@ -244,24 +247,37 @@ class Ownership:
                 self._owned = {}
                 raise ItemTakenError(f"{self._who}: another task of this epoch owns these partitions")
             if seen and not before:
-                return clean
+                fences.settle(self._writer.limits, self._writer.source, self._owned)
+                return fences.none
+            awaited = {owner: claim for owner, claim in before.items() if not fences.has(owner, claim)}
+            if not awaited:  # only what nobody can read yet is missing
+                awaited = self._hidden(fences, places)
             waited = time.monotonic() - began
-            if not before and waited > 3 * REQUEST_SECONDS + self._patience:
-                raise BrokerError(f"app {self._app!r}: the claim was written, but it cannot be read")
-            dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
-            for owner in dead:
-                log.warning("fencing the earlier owner, which did not release: %s", before[owner].who)
-                transactional_producer(self._settings, owner)
+            dead = {owner: claim for owner, claim in awaited.items() if self._is_over(claim, waited)}
             if dead:
-                clean = False
+                fences.fence(dead)
                 self._writer.write_blocking(
                     (p, OWNER + owner.encode(), None)
                     for p in self._owned
-                    for owner in dead & self._state.owners.get(p, {}).keys()
+                    for owner in dead
+                    if owner not in before or owner in self._state.owners.get(p, {})
                 )
             elif before:
                 time.sleep(0.02)
                 self._state.poll()
+
+    def _hidden(self, fences: Fences, places: Mapping[int, int]) -> dict[str, Claim]:
+        """Earlier claims that are in open transactions, or behind one, unless their owners are fenced."""
+        return {
+            owner: claim
+            for partition, claims in fences.hidden(self._owned).claims.items()
+            for owner, claim in claims.items()
+            if claim.place < places[partition]
+            and claim.slots.overlaps(self._owned[partition])
+            and owner != self._writer.id
+            and not self._is_competitor(claim)
+            and not fences.has(owner, claim)
+        }
 
     def check_run(self) -> None:
         """Raises TakenOverError when the app belongs to another run."""

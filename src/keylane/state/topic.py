@@ -14,6 +14,7 @@ key                       value
 ``attempts``              of messages that failed and are not done: :mod:`keylane.lanes.lane_record`
 ``version/<key>``         the version an entity has reached: :class:`keylane.policies.versions.VersionMark`
 ``versions``              the number of partitions when the versions of this partition's entities were moved here
+``lane-state``            the number of partitions when this partition's lane state was complete, for apps with states
 ``lane/<key>``            a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``              the dead letters of this partition that were redriven: :mod:`keylane.offsets.offset_runs`
 ``run``                   ``{"run", "shard", …}``: the run that the partition belongs to; any other run ends
@@ -29,9 +30,8 @@ key                       value
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
 ========================  ==================================================================
 
-Where several tasks share a partition, each owner has its own ``attempts``, ``redriven``, ``load``, ``rest`` and
-``versions``:
-``attempts/<slots>``.
+Where several tasks share a partition, each owner has its own ``attempts``, ``redriven``, ``load``, ``rest``,
+``versions`` and ``lane-state``: ``attempts/<slots>``.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ FORMER = b"former"
 EPOCH = b"epoch"
 VERSION = b"version/"
 VERSIONS = b"versions"
+LAYOUT = b"lane-state"
 OWNER = b"owner/"
 _KINDS = (
     *(
         VERSION[:-1],
         VERSIONS,
+        LAYOUT,
         PROGRESS,
         EPOCH,
         RANGE[:-1],
@@ -110,7 +112,7 @@ _KINDS = (
     ),
     *(PLAN, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
 )
-_PARTS = (LOAD, REST, REDRIVEN, VERSIONS)
+_PARTS = (LOAD, REST, REDRIVEN, VERSIONS, LAYOUT)
 ELSEWHERE = "kl1:@"
 """The metadata of a committed offset whose progress is in the state topic."""
 NOTHING = "kl1:-"
@@ -220,7 +222,7 @@ class Proposal:
 def _decode_note(found: object) -> tuple[str, str | None]:
     name, value = wire.row(found, 2)
     if not bytes.fromhex(wire.text(name)).startswith((COMMAND, AUDIT)):
-        raise MalformedRecordError("expected a record about an operator's order")
+        raise MalformedRecordError("expected a record about an operator's command")
     return name, None if value is None else wire.text(value)
 
 
@@ -305,6 +307,7 @@ class StateTopic:
         self.layouts: dict[
             int, dict[Slots, int]
         ] = {}  # by partition: the number of partitions its versions are complete for
+        self.state_layouts: dict[int, dict[Slots, int]] = {}  # the same for lane state
         self.loads: dict[
             int, dict[Slots, tuple[int, Load]]
         ] = {}  # of this run: epoch and counts, by partition
@@ -532,6 +535,8 @@ class StateTopic:
                 self.versions.put((partition, name.removeprefix(VERSION)), decode_mark(value))
         elif _is_part(name, VERSIONS):
             self.layouts.setdefault(partition, {})[_part(name, VERSIONS)] = int(value)
+        elif _is_part(name, LAYOUT):
+            self.state_layouts.setdefault(partition, {})[_part(name, LAYOUT)] = int(value)
         elif name == PROGRESS:
             self._progress[partition] = records.decode_progress(value)
         elif name.startswith(RANGE):
@@ -592,6 +597,8 @@ class StateTopic:
             self.rests.get(partition, {}).pop(_part(name, REST), None)
         if _is_part(name, VERSIONS):
             self.layouts.get(partition, {}).pop(_part(name, VERSIONS), None)
+        if _is_part(name, LAYOUT):
+            self.state_layouts.get(partition, {}).pop(_part(name, LAYOUT), None)
         if name.startswith(RANGE):
             self.range_progresses.get(partition, {}).pop(Slots.parse(name.removeprefix(RANGE).decode()), None)
         if _is_part(name, ATTEMPTS):

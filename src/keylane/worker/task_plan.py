@@ -36,9 +36,9 @@ class TaskPlan:
     planned: float = 0.0
     """Unix time of the plan. All tasks of an epoch end together, also those that Spark starts later."""
     sink_limit: int
-    """The sink's ``max.message.bytes``."""
+    """The first sink's ``max.message.bytes``."""
     sink_stamps: bool = False
-    """Whether the sink gives records a timestamp of its own."""
+    """Whether the first sink gives records a timestamp of its own."""
     outcomes: str = "all"
     partitions: int
     """How many partitions of the source the app reads in this epoch."""
