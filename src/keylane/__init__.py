@@ -17,6 +17,7 @@ from keylane.errors import (
 )
 from keylane.handlers.fields import Field
 from keylane.handlers.middleware import CallNext
+from keylane.handlers.state import State
 from keylane.lanes.heavy_hitters import HotKey
 from keylane.lanes.ordering import ByField, ByHeader, Ordering
 from keylane.ledger import Ledger
@@ -73,6 +74,7 @@ __all__ = [
     "SettingsError",
     "Sink",
     "SinkResult",
+    "State",
     "Telemetry",
     "Transient",
     "Undelivered",

@@ -15,6 +15,7 @@ from keylane.handlers.batches import Batching
 from keylane.handlers.generators import is_async_generator, is_generator
 from keylane.handlers.middleware import check_middleware
 from keylane.handlers.signature import needs_of, read_batch_signature, read_signature
+from keylane.handlers.state import STATE_BYTES_MAX, StateSpec
 from keylane.lanes.ordering import ordering
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
@@ -60,6 +61,7 @@ class RunOptions(TypedDict, total=False):
     epoch: float
     keep_alive: float
     tasks: int | Literal["auto"] | None
+    shard: str | None
     outcomes: Literal["all", "failed", "none"]
     checkpoint_location: str | Path
     query_name: str
@@ -449,6 +451,30 @@ class App:
         self._spec = self._spec.with_resources((*self._spec.resources.values(), added))
         return function
 
+    def lane_state(
+        self,
+        name: str,
+        /,
+        *,
+        ttl: float | None = None,
+        default: Callable[[], Any] | None = None,
+        migrate: Callable[[Any], Any] | None = None,
+        max_bytes: int = STATE_BYTES_MAX,
+    ) -> None:
+        """Set the options of a state that stages or handlers take as ``name: State[T]``.
+
+        ``ttl`` is the seconds after the last change until the value is removed. ``default`` makes the value of a lane
+        that has none; if not given, ``T()`` where ``T`` can be called without arguments, otherwise None. ``migrate`` is
+        called with the stored JSON when it does not fit ``T`` any more, and returns the value. ``max_bytes`` limits the
+        value as JSON; a larger one fails its message.
+        """
+        spec = StateSpec(name=name, ttl=ttl, default=default, migrate=migrate, max_bytes=max_bytes)
+        where = f"App {self.name!r}, state {name!r}"
+        spec.check(where)
+        if name in self._spec.state_options:
+            raise SettingsError(f"{where}: its options are set already")
+        self._spec = self._spec.with_state_options(spec)
+
     def middleware(self, function: F, /) -> F:
         """Declare a middleware: ``async def name(msg, call_next)`` that returns ``await call_next(msg)``.
 
@@ -515,6 +541,8 @@ class App:
         ``epoch`` is the seconds until the next epoch is planned (300); lanes keep running meanwhile. ``keep_alive`` is
         for how many seconds they do so without a Spark task (10); then they drain and are released. With 0 every epoch
         ends with a drain. ``tasks`` is how many tasks there are at most; as many as Spark has slots if not given.
+        ``shard``, such as ``"3/8"``, makes this run process the third of eight shares of the partitions; other runs,
+        each with a Spark application of its own, process the rest.
 
         ``checkpoint_location`` is Spark's checkpoint, a temporary one if not given; ``query_name`` the query's name in
         Spark, the app's if not given. ``format`` and ``path`` are the query's sink for outcome rows, as of
@@ -549,6 +577,7 @@ _SPARK_NAMES = {
     "epoch": "epoch",
     "keep_alive": "keepAlive",
     "tasks": "tasks",
+    "shard": "shard",
     "outcomes": "outcomes",
     "checkpoint_location": "checkpointLocation",
     "query_name": "queryName",

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keylane.errors import SettingsError
 from keylane.handlers.encoding import refuse_type
+from keylane.handlers.state import near
 from keylane.lanes.ordering import Ordering, ordering
 from keylane.ledger import Ledger
 from keylane.offsets.slots import slot_of
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from keylane.handlers.batches import Batching
     from keylane.handlers.middleware import Middleware
     from keylane.handlers.signature import Signature
+    from keylane.handlers.state import StateSpec
     from keylane.lanes.ordering import OrderName
     from keylane.message import Message
     from keylane.policies.classify import Rule
@@ -156,6 +159,8 @@ class AppSpec(AppTopicNames):
     hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
     middleware: tuple[Middleware, ...] = ()
     """Around every attempt, the first one outermost."""
+    state_options: Mapping[str, StateSpec] = field(default_factory=dict)
+    """Options of states, by name."""
     custom_sink: Sink | None = None
     """Where results go that are not written to Kafka; then ``sink`` is None."""
     sinks: tuple[str, ...] = ()
@@ -203,7 +208,7 @@ class AppSpec(AppTopicNames):
             raise SettingsError(
                 f"{where}: source and sink are both {self.source!r}; it would read its own results endlessly"
             )
-        for own in (self.dlq, self.state, self.ledger_topic, self.telemetry_topic):
+        for own in (self.dlq, self.state, self.lane_state, self.ledger_topic, self.telemetry_topic):
             if own in (self.source, *self.sinks):
                 raise SettingsError(f"{where}: {own!r} is the app's own topic, not a source or sink")
 
@@ -313,12 +318,50 @@ class AppSpec(AppTopicNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Read-only views of dicts cannot be pickled; the dicts can."""
-        return {**self.__dict__, "resources": dict(self.resources), "hooks": dict(self.hooks)}
+        return {
+            **{name: value for name, value in self.__dict__.items() if name != "states"},  # computed again
+            "resources": dict(self.resources),
+            "hooks": dict(self.hooks),
+            "state_options": dict(self.state_options),
+        }
 
     def slot_of(self, key: bytes | None, offset: int) -> int:
         """The slot of a message in its partition's ring: its owner runs the message."""
         # A partition that is not splittable is whole, except for ranges left from a time when its order was "key".
         return slot_of(key if self.order.has_lanes else None, offset)
+
+    @cached_property
+    def states(self) -> Mapping[str, StateSpec]:
+        """The states that its stages and handlers take, by name. Raises :class:`SettingsError` if two types differ."""
+        found: dict[str, StateSpec] = {}
+        for stage in self.stages:
+            for taken in stage.takes.states:
+                known = found.get(taken.state)
+                if (
+                    known is not None
+                    and taken.spec.type != known.type
+                    and Any not in (known.type, taken.spec.type)
+                ):
+                    raise SettingsError(
+                        f"App {self.name!r}, stage {stage.name!r}: state {taken.state!r} is {taken.spec.shown}, and "
+                        f"another stage takes it as {known.shown}; a name has one type"
+                    )
+                if known is None or known.type is Any:
+                    found[taken.state] = taken.spec
+        for name, spec in found.items():
+            if (options := self.state_options.get(name)) is not None:
+                found[name] = replace(
+                    spec,
+                    ttl=options.ttl,
+                    default=options.default,
+                    migrate=options.migrate,
+                    max_bytes=options.max_bytes,
+                )
+        return MappingProxyType(found)
+
+    def with_state_options(self, options: StateSpec) -> AppSpec:
+        """The same app with the options of one state."""
+        return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
 
     @property
     def dispatches(self) -> bool:
@@ -333,6 +376,7 @@ class AppSpec(AppTopicNames):
             )
         self._check_handlers()
         self._check_results()
+        self._check_states()
         self._check_lane_batches()
         known: list[str] = []
         for resource in self.resources.values():
@@ -373,6 +417,21 @@ class AppSpec(AppTopicNames):
                     "text, a dict, a dataclass, a pydantic model or a msgspec.Struct"
                 )
 
+    def _check_states(self) -> None:
+        where, states = f"App {self.name!r}", self.states
+        for name in self.state_options:
+            if name not in states:
+                raise SettingsError(f"{where}: no stage takes the state {name!r}{near(name, list(states))}")
+        if states and not self.order.has_lanes:
+            raise SettingsError(
+                f"{where}: a state belongs to a lane, and with order={self.order!r} there are none"
+            )
+        if states and self.commit == "epoch":
+            raise SettingsError(
+                f"{where}: commit='epoch' does not work with states: a state changes when its message is done, and "
+                "there nothing is done before Spark has the whole epoch"
+            )
+
     def _check_lane_batches(self) -> None:
         for stage in self.stages:
             if stage.batching is None or not stage.batching.of_lane:
@@ -380,6 +439,7 @@ class AppSpec(AppTopicNames):
             for what, given in (
                 ("versions=", self.versions is not None),
                 ("middleware", bool(self.middleware)),
+                ("a State", bool(stage.takes.states)),
             ):
                 if given:
                     raise SettingsError(

@@ -189,6 +189,7 @@ COMMANDS = [
     "verify",
     "lag",
     "metrics",
+    "console",
 ]
 
 

@@ -109,7 +109,7 @@ def test_running_app_pauses_a_key_and_answers(log: Log, name: str, runner: Runne
         (("pause", "--key", "a", "--stage", "b"), "expected at most one of --partition, --stage and --key"),
         (("pause", "--partition", "9"), "expected a --partition from 0 to 1, got 9"),
         (("pause", "--stage", ""), "expected the name of a stage for --stage"),
-        (("pause", "--reason", "x" * 501), "expected a --reason of at most 500 characters, got 501"),
+        (("pause", "--reason", "x" * 1001), "expected a reason of at most 1000 characters, got 1,001"),
         (("resume",), "is not paused, and nothing of it is"),
     ],
 )

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
-from keylane.cli.keys import parse_key, printable, show_key
-from keylane.cli.lane_view import answer_facts
-from keylane.cli.layout import age
 from keylane.errors import KeylaneError, SettingsError
+from keylane.key_text import parse_key, printable, show_key
 from keylane.state.admin import AdminClient
-from keylane.state.commands import operator_name
-from keylane.state.pauses import REASON_CHARACTERS_MAX, PauseRecord
+from keylane.state.commands import check_reason, operator_name
+from keylane.state.facts import answer_facts
+from keylane.state.pauses import PauseRecord
+from keylane.wording import age
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,11 +68,7 @@ def pause(
     keylane pause billing --stage charge
     keylane pause billing --key customer-17
     """  # noqa: D301 - the escape is click's: leave the lines as they are
-    if len(reason) > REASON_CHARACTERS_MAX:
-        raise SettingsError(
-            f"expected a --reason of at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}"
-        )
-    found = _named(partition, stage, key, reason)
+    found = _named(partition, stage, key, check_reason(reason))
     with AdminClient(client(bootstrap, option), name) as operator:
         _check_partition(operator, found)
         answer = operator.pause(found, timeout=wait)

@@ -60,6 +60,8 @@ class AppFacts(AppTopicNames):
     sinks: tuple[str, ...] = ()
     order: Ordering = KEY
     ledger: bool = False
+    states: bool = False
+    """Whether its stages keep lane state."""
     tasks: int | None = None
     """The most tasks that its options allow; None: no limit."""
     spool: Path | None = None

@@ -43,6 +43,8 @@ def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
 
 def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None) -> Iterator[Finding]:
     names = {"dead letters": app.dlq, "state": app.state}
+    if app.states:
+        names["lane state"] = app.lane_state
     if app.ledger:
         names["ledger"] = app.ledger_topic
     for check, name in names.items():
@@ -65,7 +67,7 @@ def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None)
                 "find out what writes to it: only the app and Keylane's own tools may",
             )
         cleanup = (topic.settings or {}).get("cleanup.policy", "")
-        if check == "state" and cleanup and cleanup != "compact":
+        if check in {"state", "lane state"} and cleanup and cleanup != "compact":
             yield fault(
                 check,
                 f"topic {name!r} has cleanup.policy={cleanup}: the state of the app's lanes is deleted in time",

@@ -34,6 +34,7 @@ from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
 from keylane.engine.lane_batch_runner import LaneBatchRunner
+from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
 from keylane.engine.pauses import Pauses
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.lane_state import ValueStore
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
@@ -92,8 +94,9 @@ class Engine:
     ``max_buffered``; ``used()`` how many are there or on their way.
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
-    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known. ``share`` is the part of the
-    app's rates that this task has.
+    epoch of the same task. ``values`` has the committed lane state, for an app with states, and ``record_limit`` is the
+    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known. ``share`` is the
+    part of the app's rates that this task has.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Engine:
         used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
         duplicates: Duplicates | None = None,
+        values: ValueStore | None = None,
+        record_limit: int = 0,
         source_id: str = "",
         share: float = 1.0,
         wall: Callable[[], float] = time.time,
@@ -218,6 +223,11 @@ class Engine:
                 life=self.life,
             )
             self.stopped_lanes.on_redriven = self.versions.resume
+        self.states: LaneStates | None = None
+        if app.states:
+            self.states = self._acks.states = LaneStates(
+                app, values or MemoryValues(), wall=wall, record_limit=record_limit
+            )
         runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
         self._runner = runner(
             app,
@@ -230,6 +240,7 @@ class Engine:
             stopped_lanes=self.stopped_lanes,
             duplicates=self.duplicates,
             versions=self.versions,
+            states=self.states,
             counters=self.counters,
             clock=self.clock,
             life=self.life,

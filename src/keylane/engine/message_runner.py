@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.failure_handler import FailureHandler
+    from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
@@ -45,6 +46,7 @@ class MessageRunner:
         stopped_lanes: StoppedLanes,
         duplicates: Duplicates,
         versions: Versions | None,
+        states: LaneStates | None,
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
@@ -61,6 +63,7 @@ class MessageRunner:
         self._stopped_lanes = stopped_lanes
         self._duplicates = duplicates
         self._versions = versions
+        self._states = states
         self._counters = counters
         self._clock = clock
         self._life = life
@@ -82,7 +85,7 @@ class MessageRunner:
         )
         pauses = self._pauses
         paused = pauses.active  # almost always empty, too
-        versioned = self._versions is not None
+        versioned, states = self._versions is not None, self._states
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
         pool.scheduled = False
@@ -154,6 +157,8 @@ class MessageRunner:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.failure_state is not None:
                     self._failures.succeeded(delivery)
+                if states is not None:
+                    states.passed(delivery)
                 counters.passed += 1
                 if turns < RUN_MESSAGES_MAX:
                     lane = table.turn(lane)
@@ -182,6 +187,8 @@ class MessageRunner:
             self._failures.ended(delivery, delivery.outcome)
             if delivery.failure_state is not None:
                 self._failures.succeeded(delivery)
+            if self._states is not None:
+                self._states.passed(delivery)
             self._counters.passed += 1
             self._lanes.finish(lane, delivery)
         self._life.changed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keylane.engine.delivery import Delivery, Routed
+from keylane.engine.delivery import Delivery, Routed, StatefulDelivery, StatefulRouted
 from keylane.engine.dispatch import Dispatcher
 from keylane.engine.results import ResultMaker, is_several
 from keylane.engine.stages import decoder
@@ -55,7 +55,7 @@ def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output, pauses: Pau
     handlers = Dispatcher(app, steps[: len(app.stages)], pauses) if app.dispatches else None
     written = app.sink is not None or app.commit == "epoch"
     return Pipeline(
-        delivery=Delivery if handlers is None else Routed,
+        delivery=_delivery_class(routed=handlers is not None, stateful=bool(app.states)),
         decode=decoder(app),
         # Behind the dispatcher there is only the sink, if it is a step.
         steps=tuple(steps) if handlers is None else (handlers.step, *steps[len(app.stages) :]),
@@ -64,6 +64,12 @@ def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output, pauses: Pau
         deliver=output.all_results if handlers is not None else _delivering(app, output),
         dispatcher=handlers,
     )
+
+
+def _delivery_class(*, routed: bool, stateful: bool) -> type[Delivery]:
+    if stateful:
+        return StatefulRouted if routed else StatefulDelivery
+    return Routed if routed else Delivery
 
 
 def _delivering(app: AppSpec, output: Output) -> Callable[[Delivery, Any], None]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
 from keylane.engine.lane_batch_stage import LaneBatchStage
+from keylane.engine.lane_state import StatefulCall, arguments_of
 from keylane.engine.rate_gate import RateGate
 from keylane.engine.results import ResultMaker
 from keylane.errors import ResourceError
@@ -167,7 +168,12 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     read = None if stage.takes.payload is None else stage.takes.payload.reader()
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
-    if read is not None and stage.batching is None:
+    if stage.batching is not None:
+        if stage.takes.states:
+            function = _batch_with_states(function)
+    elif stage.takes.states:
+        function = _with_states(function, read, stage.takes.message)
+    elif read is not None:
         function = _typed(function, read, stage.takes.message)
     if stage.yields:
         function = gathered(function)
@@ -209,6 +215,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             read=read,
             table=stage.takes.table,
             gate=gate,
+            states=[taken.parameter for taken in stage.takes.states],
         )
         function = _inside_gate(wrapped(batcher.call, app.middleware, stage.name), app, gate)
         if rate is not None:
@@ -224,6 +231,8 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         if stage.is_async and stage.max_concurrency is not None:
             # Around the gate: who waits here has not been let in yet.
             function = _limited(function, stage.max_concurrency, app.retry_share)
+    if stage.takes.states:
+        function = StatefulCall(function, stage.takes.states)
     return Step(
         name=stage.name,
         call=function,
@@ -260,6 +269,24 @@ def _typed(function: Callable[..., Any], read: Read, message_name: str | None) -
         return function(payload) if message_name is None else function(payload, **{message_name: message})
 
     return call
+
+
+def _with_states(
+    function: Callable[..., Any], read: Read | None, message_name: str | None
+) -> Callable[[Message], Any]:
+    """The stage with its states; with its payload if it takes one, and the message by name if it asks for it."""
+
+    def call(message: Message) -> Any:
+        given = message if read is None else read(message.value)
+        named = {} if message_name is None else {message_name: message}
+        return function(given, **arguments_of(message), **named)
+
+    return call
+
+
+def _batch_with_states(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The batch stage with lists of states, one for each message, in the messages' order."""
+    return lambda given: function(given.items, **given.states)
 
 
 def _threaded(

@@ -34,6 +34,11 @@ def as_bytes(value: Any) -> bytes:
         return value.encode()
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
+    return as_json(value)
+
+
+def as_json(value: Any) -> bytes:
+    """Any value as JSON, text too. Raises TypeError or ValueError naming type and field; bytes are not JSON."""
     try:
         return _dump(value).encode()
     except (TypeError, ValueError) as error:

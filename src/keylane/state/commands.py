@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from keylane import strict_json as wire
+from keylane.errors import SettingsError
+from keylane.safe_text import valid
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -35,6 +37,9 @@ AUDITED_COMMANDS = 10_000
 """The newest audit entries of a partition that are kept; older ones are deleted."""
 AUDITED_SECONDS = 3600.0
 """Younger entries are kept, however many there are: someone may still wait for the answer."""
+
+REASON_CHARACTERS_MAX = 1000
+"""Longest reason of a command."""
 
 CommandKind = Literal["release", "skip", "redrive", "reset", "pause", "resume", "cancel"]
 
@@ -62,10 +67,11 @@ class Command:
     """For a pause: ``app``, ``partition``, ``stage`` or ``key``."""
     stage: str = ""
     """For a pause of a stage."""
-    reason: str = ""
     id: str
     who: str
     at: float
+    reason: str = ""
+    """Why it was given, in the operator's words."""
 
     @property
     def name(self) -> bytes:
@@ -85,10 +91,10 @@ class Command:
                 "withdraws": self.withdraws,
                 "scope": self.scope,
                 "stage": self.stage,
-                "reason": self.reason,
                 "id": self.id,
                 "who": self.who,
                 "at": self.at,
+                "reason": self.reason,
             }
         ).encode()
 
@@ -114,13 +120,13 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         withdraws=wire.text(withdraws, 200),
         scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
         stage=wire.text(found.get("stage", ""), 1000),
-        reason=wire.text(found.get("reason", ""), 1000),
         id=wire.text(command_id, 200),
         who=wire.text(who, 1000),
         at=wire.seconds(at),
+        reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
     )
     if command.name != name:
-        raise wire.MalformedRecordError(f"expected the record of this order at {command.name!r:.200}")
+        raise wire.MalformedRecordError(f"expected the record of this command at {command.name!r:.200}")
     return command
 
 
@@ -136,6 +142,16 @@ def operator_name() -> str:
     except (KeyError, OSError):  # a container whose user has no name
         user = "?"
     return f"{user}@{socket.gethostname()}"
+
+
+def check_reason(reason: str) -> str:
+    """The reason without white space around it. Raises SettingsError if it is too long."""
+    text = valid(reason.strip())
+    if len(text) > REASON_CHARACTERS_MAX:
+        raise SettingsError(
+            f"expected a reason of at most {REASON_CHARACTERS_MAX} characters, got {len(text):,}"
+        )
+    return text
 
 
 def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from keylane import strict_json as wire
+from keylane.state.commands import REASON_CHARACTERS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 PAUSE = b"pause/"
 PauseKind = Literal["app", "partition", "stage", "key"]
-REASON_CHARACTERS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

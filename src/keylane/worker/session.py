@@ -22,6 +22,7 @@ from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.identity import AppIdentity
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
+from keylane.worker.lane_values import LaneValues
 from keylane.worker.telemetry_sender import TelemetrySender
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class WorkerSession:
         """The partitions that the consumer is assigned, and its next offset in each."""
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
+        in_transactions += [app.lane_state] if app.states else []
         written = [*app.sinks, app.dlq]
         self._rules = self.cluster.rules([*written, *in_transactions])
         if app.delivery == "exactly_once":
@@ -88,6 +90,7 @@ class WorkerSession:
             alone=alone,
         )
         self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
+        self.writer.source = app.source
         self.duplicates: Duplicates | None = None
         """The event ids of the last epoch."""
         self.versions: VersionStore | None = None
@@ -99,6 +102,8 @@ class WorkerSession:
         """The progress that it committed."""
         self.committed_at: dict[int, float] = {}
         """When it last committed each partition's offset, by the monotonic clock."""
+        self.values: LaneValues | None = None
+        """The lane state of the worker's ranges, for an app with states."""
         self._app = app
         self._sender: TelemetrySender | None = None
         self._state: StateTopic | None = None
@@ -209,6 +214,12 @@ class WorkerSession:
         self._state.restore()
         return self._state
 
+    def lane_values(self) -> LaneValues:
+        """The lane state; created when it is first used. Blocks. Raises BrokerError."""
+        if self.values is None:
+            self.values = LaneValues(self.settings, self._app, self.cluster, self.identity)
+        return self.values
+
     def has_progress_for(self, epoch: int, starts: Mapping[int, int]) -> bool:
         """Whether the epoch before this one ended here, at these offsets. Then its progress is still right."""
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
@@ -231,6 +242,9 @@ class WorkerSession:
             self._sender.close()
         if self._state is not None:
             self._state.close()
+        if self.values is not None:
+            self.values.close()
+            self.values = None
 
 
 def _purge(client: Producer, *, in_flight: bool = False) -> int:

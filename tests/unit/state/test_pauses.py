@@ -47,7 +47,7 @@ def test_scopes_are_those_of_the_engine() -> None:
         (PAUSE + b"app", b"[]"),
         (PAUSE + b"app", b'{"who": 1, "at": 1, "reason": ""}'),
         (PAUSE + b"app", b'{"who": "", "at": "x", "reason": ""}'),
-        (PAUSE + b"app", b'{"who": "", "at": 1, "reason": "%s"}' % (b"x" * 501)),
+        (PAUSE + b"app", b'{"who": "", "at": 1, "reason": "%s"}' % (b"x" * 1001)),
     ],
 )
 def test_malformed_pause_is_refused(name: bytes, value: bytes) -> None:
