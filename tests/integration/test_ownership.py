@@ -380,9 +380,9 @@ def count_fences(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the new clients of each transactional id, in a claim."""
     counted: Counter[str] = Counter()
 
-    def counting(settings: KafkaSettings, transactional_id: str, *more: Any) -> Any:
+    def counting(settings: KafkaSettings, transactional_id: str, *more: Any, **named: Any) -> Any:
         counted[transactional_id] += 1
-        return transactional_producer(settings, transactional_id, *more)
+        return transactional_producer(settings, transactional_id, *more, **named)
 
     for module in (ownership, transactional_client):
         monkeypatch.setattr(module, "transactional_producer", counting)
