@@ -360,7 +360,7 @@ def test_failed_first_take_over_is_not_a_take_over_by_another(
         check_still_ours(log.settings, name, state)
 
 
-def no_broker(*_given: object) -> dict[int, int]:
+def no_broker(*_given: object, **_named: object) -> dict[int, int]:
     raise KafkaException(ClientError(ClientError.TOPIC_AUTHORIZATION_FAILED))
 
 
