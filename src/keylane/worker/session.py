@@ -225,8 +225,8 @@ class WorkerSession:
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
 
     def keep_for_next_task(self) -> None:
-        """Leave the session to the next task in this process; close it if it is slow (``alone``)."""
-        if self.alone:
+        """Leave the session to the next task in this process; close it if it is slow (``alone``) or writes no more."""
+        if self.alone or self.writer.failed:
             self.close()
             return
         _sessions[_session_key(self.settings, self._app, self._source_partitions, self.identity)] = self
