@@ -134,8 +134,9 @@ class Ledger:
         findings = []
         for start, finished in self.repeats:
             ended = min(self._last[finished.owner], start.seq)
-            if finished.seq < (stop := stopped.get(finished.owner, 0) + _STOP_NS):
-                ended = min(ended, stop)
+            stop = stopped.get(finished.owner)
+            if stop is not None and finished.seq < stop + _STOP_NS:
+                ended = min(ended, stop + _STOP_NS)
             if ended - finished.seq <= seconds * 1e9 or self._forgot(finished.seq, start.seq):
                 continue
             if any(began <= ended and finished.seq <= over for began, over in outages):
