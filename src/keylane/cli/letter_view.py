@@ -33,7 +33,7 @@ def print_list(name: str, survey: DeadLetterSummary, limit: int, *, letters: boo
     notes = [f"{counted(survey.letters, 'dead letter')} of {counted(survey.lanes, 'lane')} in {name}.dlq"]
     left = survey.letters - len(survey.lines()) if letters else len(survey.groups()) - limit
     if left > 0:
-        notes.append(f"{left:,} {'letters' if letters else 'causes'} not shown (--limit)")
+        notes.append(f"{counted(left, 'dead letter' if letters else 'cause')} not shown (--limit)")
     if survey.redriven:
         notes.append(f"{survey.redriven:,} redriven, not shown (--all)")
     if survey.repeats:

@@ -49,6 +49,13 @@ def run(
     tasks: Annotated[
         int | None, typer.Option(help="Largest number of tasks; by default Spark's number of slots.")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Process only the I-th of N shares of the partitions, e.g. 3/8. Start one run for each share.",
+        ),
+    ] = None,
     order: Annotated[
         str | None,
         typer.Option(
@@ -105,6 +112,12 @@ def run(
     named after the app, so the next run continues where this one ended. A failed query is restarted, unless the failure
     is the app's own or another run has taken over. A second signal ends the run at once, without a drain.
 
+    With --shard 3/8 the run processes the third of eight shares of the partitions: those whose number leaves the
+    remainder 2 when divided by 8. Start all eight, on one machine or several. Each has its own Spark and is stopped,
+    restarted and scaled by itself; the group, the state and the dead letters are the app's. A run that starts takes its
+    partitions over, and every other run that had one of them ends: a second run of the same shard, a run without
+    --shard, or one with another number of shares.
+
     \b
     Exit codes:
       0  stopped, or caught up
@@ -121,6 +134,7 @@ def run(
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
     keylane run shop.orders:app --order global --until-caught-up
+    keylane run shop.orders:app --shard 3/8
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = StopSignals(lambda line: say(console, line))
     console = JsonConsole() if log_format == "json" else Console(stderr=True)
@@ -133,6 +147,8 @@ def run(
             for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items()
             if v
         }
+        if shard is not None:
+            given["shard"] = shard
         given["logFormat"] = log_format
         if allow_actions and not web_console:
             raise SettingsError("--allow-actions needs --console")
@@ -152,7 +168,8 @@ def run(
             app = app.with_order(named)
         app.check()
         name = app.name
-        settings = Options.parse(given, app.source).settings
+        options = Options.parse(given, app.source)
+        settings = options.settings
 
         from keylane.cli.runner import Runner  # noqa: PLC0415
 
@@ -168,6 +185,7 @@ def run(
             console=console,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
+            shard=options.shard,
             console_port=console_port if web_console else None,
             console_actions=allow_actions,
         )

@@ -52,9 +52,11 @@ def verify(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     settings = client(bootstrap, option)
     began = None if since is None else int(moment(since, time.time(), "--since") * 1000)
-    Cluster(settings).partitions(
-        ledger_topic(name), f"the ledger of app {name!r}, topic"
-    )  # before Spark is started
+    Cluster(settings).partitions(  # before Spark is started
+        ledger_topic(name),
+        f"the ledger of app {name!r}, topic",
+        remedy="The app writes it with App(…, ledger=Ledger()), from its next start on",
+    )
     from keylane.spark.spark_session import session  # noqa: PLC0415 - only now Spark is needed
 
     clock = time.monotonic()

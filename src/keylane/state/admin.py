@@ -107,6 +107,9 @@ class AdminClient:
         # First find out which topic the app reads, then read the records about that topic as it is now.
         self._state = StateTopic(settings, app, self._topic, [0], run="", labels=Labels(None))
         self._state.restore()
+        if not self._state.plan and partitions > 1:  # only shards without partition 0 have run
+            self._state = self._state.reopen(range(partitions), "", labels=Labels(None))
+            self._state.restore()
         source = self._state.plan.get("source")
         self.source = source if isinstance(source, str) else ""
         if not self.source and self._state.malformed["plan"]:
@@ -146,6 +149,11 @@ class AdminClient:
         self._follow()
         return self._state.plan or None
 
+    def plans(self) -> list[dict[str, Any]]:
+        """The plans of all runs that own partitions now: one of each shard. Before they plan: :meth:`plan`."""
+        newest = self.plan()
+        return self._state.current_plans or ([] if newest is None else [newest])
+
     def claims(self) -> dict[int, list[Claim]]:
         """Who owns which slots, by partition, as the owners said last. An owner that has died still has its claim."""
         self._follow()
@@ -153,8 +161,12 @@ class AdminClient:
 
     def started(self) -> float | None:
         """Unix time when the newest run took the app over; None before the first."""
+        return max(self.started_by_partition().values(), default=None)
+
+    def started_by_partition(self) -> dict[int, float]:
+        """Unix time when the run that owns a partition took it over, by partition."""
         self._follow()
-        return max((float(found.get("at", 0.0)) for found in self._state.runs.values()), default=None)
+        return {partition: float(found.get("at", 0.0)) for partition, found in self._state.runs.items()}
 
     def lanes(self) -> list[LaneRecord]:
         """Return the lanes that wait for an operator, in the order in which they stopped."""

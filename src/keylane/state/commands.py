@@ -116,7 +116,7 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
     )
     if command.name != name:
-        raise wire.MalformedRecordError(f"expected the record of this order at {command.name!r:.200}")
+        raise wire.MalformedRecordError(f"expected the record of this command at {command.name!r:.200}")
     return command
 
 

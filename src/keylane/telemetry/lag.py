@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keylane.kafka.cluster import Cluster
+from keylane.offsets.shard import WHOLE
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +56,13 @@ class LagMeter:
     """Reads a group's lag repeatedly, with one client. Raises BrokerError if the broker does not answer.
 
     ``committed``: the group reads committed messages only, so a partition ends at its first open transaction.
+    ``shard``: the partitions that count.
     """
 
-    def __init__(self, settings: KafkaSettings, group: str, topic: str, *, committed: bool) -> None:
+    def __init__(
+        self, settings: KafkaSettings, group: str, topic: str, *, committed: bool, shard: Shard = WHOLE
+    ) -> None:
+        self._shard = shard
         self._cluster = Cluster(settings)
         self._committed = committed
         self._group = group
@@ -77,7 +83,7 @@ class LagMeter:
 
     def partitions(self) -> dict[int, PartitionLag]:
         """The current lag by partition."""
-        partitions = range(self._cluster.partitions(self._topic))
+        partitions = self._shard.of(range(self._cluster.partitions(self._topic)))
         begins = self._cluster.ends(self._topic, partitions, earliest=True)
         source = self._cluster.identity(self._topic).source
         committed = self._cluster.progress(self._group, source, partitions)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from keylane.kafka.oldest_pending import OldestPendingReader
 from keylane.lanes.lane_record import LaneStatus
+from keylane.offsets.shard import WHOLE
 from keylane.outcome import WITH_DEAD_LETTER
 from keylane.state.admin import AdminClient, NeverRanError
 from keylane.telemetry.aggregate import Totals
@@ -171,7 +172,8 @@ class LagMonitor:
     def measure(self) -> LagView | None:
         """Measure now; None the first time, because there is nothing to compare with."""
         if self._records is not None:
-            snapshots = self._records.catch_up(1.0)
+            # The first answer decides whether an app seems to run, so a busy broker gets more time for it.
+            snapshots = self._records.catch_up(1.0 if self._before else 5.0)
             self._totals.take(snapshots)
             self._listen(snapshots)
         offsets, now = self._meter.partitions(), time.monotonic()
@@ -226,6 +228,7 @@ class LagMonitor:
                 done=at - was.reached.get(partition, at),
                 lag=max(0, one.end - at),
             )
+        deserted = set() if starting is not None else self._deserted(running, wall)
         whole = _sum(list(movements.values()))
         views = []
         for partition, one in sorted(offsets.items()):
@@ -245,7 +248,7 @@ class LagMonitor:
                     pace=pace_of(
                         movement,
                         whole=whole,
-                        runs=silent is None and members != 0,
+                        runs=silent is None and members != 0 and partition not in deserted,
                         starting=starting is not None,
                         held_up=partition in blocked and blocked[partition].offset <= at_head,
                         stalled=stalled,
@@ -270,6 +273,22 @@ class LagMonitor:
             malformed={} if self._operator is None else dict(self._operator.malformed),
         )
 
+    def _deserted(self, running: list[Snapshot], wall: float) -> set[int]:
+        """Partitions of shards that do not run, while others do."""
+        if all(one.shard == str(WHOLE) for one in running):
+            return set()
+        started = {} if self._operator is None else self._operator.started_by_partition()
+        heard = self._totals.heard()
+        found = set[int]()
+        for partition, at in started.items():
+            last = heard.get(partition)
+            if last is not None and last.at > at:
+                if wall - last.at > EPOCH_GAP_SECONDS + 2 * last.interval:
+                    found.add(partition)
+            elif wall - at > STARTS_WITHIN_SECONDS:
+                found.add(partition)
+        return found
+
     def _starting(self, wall: float) -> float | None:
         """Seconds since a run took the app over, if its tasks have sent no telemetry yet; otherwise None."""
         started = None if self._operator is None or self._records is None else self._operator.started()
@@ -283,7 +302,10 @@ class LagMonitor:
         last = self._totals.latest
         if last is None:
             return 0
-        found = [one.outcomes for one in self._totals.of_epoch(last.epoch) if one.run == last.run]
+        if last.shard == str(WHOLE):
+            found = [one.outcomes for one in self._totals.of_epoch(last.epoch) if one.run == last.run]
+        else:  # shards have epochs of their own
+            found = [one.outcomes for one in self._totals.running(last.at)]
         return sum(counts[outcome] for counts in found for outcome in WITH_DEAD_LETTER)
 
 

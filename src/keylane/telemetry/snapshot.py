@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane import strict_json as wire
 from keylane.histogram import Histogram
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Snapshot:
     app: str
     source: str
     run: str
+    shard: str
+    """Of the run, such as ``3/8``; ``1/1`` if it processes all partitions."""
     epoch: int
     task: int
     plan: int
@@ -149,7 +152,8 @@ def decode(value: bytes | None) -> Snapshot:
     )
     outcomes = _object(outcomes, _ENTRIES_MAX)
     wall = wire.text(found.get("wall", ""), _RECORD_BYTES_MAX)
-    plain = _typed(Snapshot, found, without="wall")
+    plain = _typed(Snapshot, {"shard": str(WHOLE), **_object(found, _ENTRIES_MAX)}, without="wall")
+    plain["shard"] = str(Shard.parse(plain["shard"]))
     if not 0 < plain["interval"] <= _INTERVAL_SECONDS_MAX:  # as long as five of them a task counts as running
         raise wire.MalformedRecordError(
             f"expected an interval of at most {_INTERVAL_SECONDS_MAX} s, got {plain['interval']}"

@@ -216,6 +216,7 @@ class TelemetryWriter:
             app=self._app.name,
             source=self._app.source,
             run=plan.run,
+            shard=str(plan.shard),
             epoch=plan.epoch,
             task=plan.task,
             plan=plan.replan,

@@ -439,7 +439,7 @@ def test_list_can_show_single_letters(topic: Read) -> None:
     assert "hex:ff" in shown
     lines = facts("list", "chat", "--letters", "--limit", "2")
     assert lines["left_out"] == 1
-    assert "1 letters not shown (--limit)" in run("list", "chat", "--letters", "--limit", "2")
+    assert "1 dead letter not shown (--limit)" in run("list", "chat", "--letters", "--limit", "2")
     assert lines["list"][0] == {
         "position": "1@2",
         "source": "chat.in/1@102",

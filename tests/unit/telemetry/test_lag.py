@@ -424,6 +424,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.end, self.committed = 1000, 100
         self.started: float | None = None
+        self.partitions = 1
         self.told: list[Snapshot] = []
         self.lanes: list[LaneRecord] = []
         broker = self
@@ -431,7 +432,8 @@ class Cluster:
         class Meter:
             def __init__(self, *_: object, committed: bool) -> None: ...
             def partitions(self) -> dict[int, PartitionLag]:
-                return {0: PartitionLag(begin=0, end=broker.end, committed=broker.committed)}
+                one = PartitionLag(begin=0, end=broker.end, committed=broker.committed)
+                return dict.fromkeys(range(broker.partitions), one)
 
         class Heads:
             def __init__(self, *_: object) -> None: ...
@@ -448,6 +450,9 @@ class Cluster:
             def close(self) -> None: ...
             def started(self) -> float | None:
                 return broker.started
+
+            def started_by_partition(self) -> dict[int, float]:
+                return dict.fromkeys(range(broker.partitions), broker.started or 0.0)
 
             def lanes(self) -> list[LaneRecord]:
                 return broker.lanes
@@ -634,3 +639,28 @@ def test_health_is_one_sentence() -> None:
     assert health(first(view(LagTrend.CATCHING_UP), movement=moved(0, 500, 1000))).startswith(
         "catching up: about "
     )
+
+
+def test_shard_that_does_not_run_is_not_hidden_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+
+    cluster.partitions, cluster.started = 2, time.time() - 40
+    figures = PartitionFigures(
+        watermark=100, position=1000, end=1000, held=9, away=0, paused=False, moved=time.time()
+    )
+    for ago, pace in ((2, LagTrend.CATCHING_UP), (8, LagTrend.NOT_RUNNING), (13, LagTrend.NOT_RUNNING)):
+        cluster.tell(
+            100, shard="1/2", run="one", life="one", lanes=LaneFigures(running=3), processing=histogram(0.1)
+        )
+        cluster.tell(
+            100,
+            ago=ago,
+            shard="2/2",
+            run="two",
+            life="two",
+            partitions={1: figures},
+            lanes=LaneFigures(running=3),
+            processing=histogram(0.1),
+        )
+        found = cluster.looked()
+        assert [one.pace for one in found.partitions] == [LagTrend.CATCHING_UP, pace], ago
