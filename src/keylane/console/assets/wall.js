@@ -81,7 +81,7 @@ export function wallOf(root, name) {
     if (closed) return;
     frames += 1;
     if (now - since > 1000) { perSecond = Math.round((frames * 1000) / (now - since)); canvas.dataset.fps = perSecond; canvas.dataset.lanes = total; frames = 0; since = now; }
-    const shown = [...bands.entries()].sort((a, b) => a[0] - b[0]);
+    const shown = [...bands.entries()].sort((a, b) => String(a[0]).localeCompare(String(b[0]), "en", { numeric: true }));
     const number = Math.max(1, shown.length);
     const deep = Math.max(8, Math.floor(ROWS / number)), gap = number > 1 ? 2 : 0;
     const tall = number * deep + (number - 1) * gap;
@@ -118,7 +118,7 @@ export function wallOf(root, name) {
 
   canvas.onpointermove = (event) => {
     const box = canvas.getBoundingClientRect();
-    const shown = [...bands.entries()].sort((a, b) => a[0] - b[0]);
+    const shown = [...bands.entries()].sort((a, b) => String(a[0]).localeCompare(String(b[0]), "en", { numeric: true }));
     if (!shown.length) return;
     const band = Math.min(shown.length - 1, Math.floor(((event.clientY - box.top) / box.height) * shown.length));
     const within = ((event.clientY - box.top) / box.height) * shown.length - band;
