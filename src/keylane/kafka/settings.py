@@ -42,6 +42,8 @@ _HARMLESS = (
     ("GETPID", "Not coordinator"),  # the coordinator has just moved
     ("GETPID", "Coordinator load in progress"),  # the broker was just started; the client asks again
     ("BGQUEUE", "Purging"),  # unread events when a client closes
+    ("METADATAUPDATE", "not found in cache"),  # follows a lost connection, which has a line of its own
+    ("ADDOFFSETS", "Timed out"),  # an aborted commit, which the app retries and logs
     ("CONFWARN", "enable.gapless.guarantee is experimental"),
     ("CONFWARN", "is a consumer property"),  # kafka.* settings are for all clients
     ("CONFWARN", "is a producer property"),
