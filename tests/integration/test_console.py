@@ -347,9 +347,7 @@ def test_lane_wall_shows_every_lane_while_somebody_looks(shop: Shop, visitor: Vi
     page = visitor.open("/apps/orders/lanes")
     page.locator("canvas.wall").wait_for()
     shop.log.send("orders.in", [{"key": b"slow-%d" % n, "value": b"slow"} for n in range(300)])
-    page.wait_for_function(
-        "Number(document.querySelector('canvas.wall').dataset.lanes) >= 300", timeout=20_000
-    )
+    wait_until(lambda: page.evaluate(LANES_DRAWN) >= 300, 20, "the lanes are on the wall")
     assert "300 lanes with messages" in visitor.text()
 
 
