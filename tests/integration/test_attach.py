@@ -89,7 +89,7 @@ class Epochs:
         """
         self.number += 1
         owned = (
-            {worker.id: worker._progress._slots for worker in self.workers()}
+            {worker.id: dict(worker._progress.slots) for worker in self.workers()}
             if known
             else {"nobody": {0: ALL}}
         )
@@ -99,9 +99,7 @@ class Epochs:
         )
         self.processes = [LocalWorkers() for _ in range(fresh)] + self.processes
         self.processes += [LocalWorkers() for _ in range(len(assignment.tasks) - len(self.processes))]
-        shared = None
-        if len(assignment.tasks) > 1:
-            shared = EpochPlan(assignment=assignment, starts={0: 0, 1: 0}, homes=homes)
+        shared = EpochPlan(assignment=assignment, starts={0: 0, 1: 0}, homes=homes)
         tasks = [
             Task(
                 self.app.spec,

@@ -45,6 +45,7 @@ from keylane.engine.versions import VersionedTable, Versions
 from keylane.errors import KeylaneError
 from keylane.lanes.lane_table import Lane, LaneStatistics, LaneTable
 from keylane.lanes.ordering import GLOBAL
+from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -54,10 +55,15 @@ if TYPE_CHECKING:
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
+    from keylane.lanes.lane_table import Holds
     from keylane.message import Record
+    from keylane.offsets.slots import Slots
     from keylane.offsets.watermark import PartitionProgress
     from keylane.outcome import Outcome
     from keylane.spec import AppSpec
+
+_RELEASE_LOOK_SECONDS = 0.01
+"""Time between two looks whether what has begun of a range that is released has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,7 @@ class Engine:
         self.wall = wall
         self.source_id = source_id
         self._order = app.order
+        self._slot_of = app.slot_of
         # None where every key is a lane: the hot path.
         self._lane_key = None if app.order.by_key else app.order.lane_key
         self.clock = Clock(loop, wall)
@@ -330,6 +337,46 @@ class Engine:
             return True
         finally:
             await self.abort()
+
+    async def release(self, partition: int, slots: Slots, timeout: float) -> bool:  # noqa: ASYNC109 - a result
+        """Start nothing more of a range, and wait until what has begun of it is durable. Other ranges keep running.
+
+        What has not begun is forgotten, also heads that wait for a retry or are stopped: their attempts and records
+        are kept until :meth:`forget`. Nothing of the range may be accepted any more. Returns False when ``timeout``
+        seconds were not enough; what has begun then still runs. Raises the engine's failure.
+        """
+        holds, among = self._holds(partition, slots), None
+        deadline = self.clock.now() + timeout
+        while not self.draining:
+            removed, left = self.table.shed(holds, self.stopped_lanes.is_pinned, among)
+            self.counters.accepted -= removed
+            self._pool.ensure_runner()
+            self.life.changed()
+            if self.failure.done():
+                self.failure.result()
+            if self.refetches.are_open(holds):
+                among = None
+            elif not left:
+                return True
+            else:
+                among = left
+            if self.clock.now() >= deadline:
+                return False
+            await asyncio.sleep(_RELEASE_LOOK_SECONDS)
+        return False
+
+    def forget(self, ranges: Mapping[int, Slots]) -> None:
+        """Another worker owns these ranges now, and has what was persisted about them."""
+        for partition, slots in ranges.items():
+            self._attempts.forget_range(partition, slots)
+            self.stopped_lanes.forget_range(self._holds(partition, slots))
+            self.duplicates.forget_partition(partition)
+
+    def _holds(self, partition: int, slots: Slots) -> Holds:
+        if slots == ALL:
+            return lambda found, _key, _offset: found == partition
+        slot_of = self._slot_of
+        return lambda found, key, offset: found == partition and slot_of(key, offset) in slots
 
     async def abort(self) -> bool:
         """Cancel what runs, without waiting for results. Nothing that was running is done.

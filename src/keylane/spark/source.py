@@ -342,7 +342,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
             for task, ranges in enumerate(shared.tasks)
         ]
-        if until is not None or not plan.keep_alive or len(plans) == 1:
+        if until is not None or not plan.keep_alive:
             return [TaskPartition(one) for one in plans]
         owners = {} if self._view is None else self._view.owners
         whole = EpochPlan(

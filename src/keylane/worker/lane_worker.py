@@ -40,6 +40,7 @@ from keylane.worker.ledger_writer import LedgerWriter
 from keylane.worker.outcome_rows import OutcomeRows
 from keylane.worker.output import BUSY_LOOP_LANES, LAST_REPORTS_SECONDS, KafkaOutput
 from keylane.worker.progress import ProgressTracker
+from keylane.worker.range_mover import RangeMover
 from keylane.worker.refetch import Refetched, RefetchReader
 from keylane.worker.session import take_session
 from keylane.worker.telemetry_sender import TelemetryWriter
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from keylane.spec import AppSpec
     from keylane.state.commands import Command
     from keylane.state.topic import StateTopic
+    from keylane.worker.range_member import RangeMember
     from keylane.worker.session import WorkerSession
     from keylane.worker.task_plan import TaskPlan
 
@@ -130,6 +132,10 @@ class LaneWorker:
         self._ended = False
         self._error: BaseException | None = None  # what ended it while no task was attached
         self._served = plan  # the loop's: the last plan that it has seen
+        # Versions are restored for all partitions together, and lanes over partitions have no ranges.
+        self._moves_ranges = bool(plan.keep_alive) and app.versions is None and app.order.max_tasks is None
+        self.gave_way = False
+        """Whether it has ended so that its ranges can move: they could not move while it ran."""
         self._thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
         self._reset()
 
@@ -143,7 +149,9 @@ class LaneWorker:
         self._commits: CommitLoop | None = None
         self._commands: CommandExecutor | None = None
         self._ownership: Ownership | None = None
+        self._mover: RangeMover | None = None
         self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
+        self._succeeded = False  # another run has taken over
         self._leaves_alone = False  # the other owners of its shared partitions stay
         self._deserted = False  # no task has attached for too long
         self._telemetry: TelemetryWriter | None = None
@@ -173,11 +181,18 @@ class LaneWorker:
         """Whether no task is attached."""
         return not self._attached
 
-    def attach(self, plan: TaskPlan, attempt: int) -> Iterator[list[Delivery]] | None:
-        """Attach the task of the next epoch; None if the lanes do not fit its plan, or are ending."""
+    def attach(self, plan: TaskPlan, attempt: int, *, moves: bool = False) -> Iterator[list[Delivery]] | None:
+        """Attach the task of the next epoch; None if the lanes do not fit its plan, or are ending.
+
+        ``moves``: ranges may differ, and move while the others run.
+        """
         with self._lock:
             unfit = self._retiring or self._closing or self._ended or self._attached
             if unfit or not plan.continues(self._plan):
+                return None
+            if plan.slots != self._plan.slots and not (moves and self._moves_ranges):
+                return None
+            if self._mover is not None and self._mover.has_left(plan):
                 return None
             rows = self._rows.open()
             self._plan, self._attempt, self._deadline = plan, attempt, _deadline(plan)
@@ -302,7 +317,10 @@ class LaneWorker:
             patience=app.drain_timeout + 5,
             claimant=_claimant(plan),
         )
-        starts = await asyncio.to_thread(self._progress.restore, worker_session, ownership, state, plan)
+        patient = not self._moves_ranges
+        starts = await asyncio.to_thread(
+            self._progress.restore, worker_session, ownership, state, plan, patient=patient
+        )
         self._ownership, self.id = ownership, worker_session.writer.id
         commits = self._commits = CommitLoop(
             app, worker_session, state, ownership, self.owner, pause=lambda: self._progress.pause_seconds
@@ -367,17 +385,19 @@ class LaneWorker:
             app,
             self.owner,
             state.redriven,
-            plan.cuts,
+            self._progress.slots,
             time.time,
             source=worker_session.identity.source,
             commit=commits.commit,
             plan=plan,
         )
-        self._progress.restore_lanes(engine, output)
-        commits.contributors = [*self._progress.connect(engine, commands), commands]
+        commits.contributors = [*self._progress.connect(engine, commands, output), commands]
         commits.contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
+        members: list[RangeMember] = [self._progress, commands]
+        for member in members:
+            member.take(ownership.owned)
         fetcher.start()
         # Spark plans one more epoch after a stop was requested: it ends at once, and is not worth two lines per task.
         level = logging.DEBUG if state.stopped else logging.INFO
@@ -404,9 +424,28 @@ class LaneWorker:
             background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _fail_with(job, engine))
+        if self._moves_ranges:
+            self._mover = RangeMover(
+                owner=self.owner,
+                plan=plan,
+                state=state,
+                ownership=ownership,
+                progress=self._progress,
+                engine=engine,
+                held=self._held,
+                fetcher=fetcher,
+                commits=commits,
+                commands=commands,
+                members=members,
+                open_view=lambda partition: worker_session.view(partition, plan.run, self._plan.since),
+                fail=engine.fail,
+                drain_timeout=app.drain_timeout,
+            )
         drained = began
         try:
             await self._until_over(engine, commands, fetcher, state)
+            if self._mover is not None:
+                await self._mover.close()
             fetcher.stop_fetching()
             draining = loop.time()
             if not await engine.drain(app.drain_timeout):
@@ -418,6 +457,8 @@ class LaneWorker:
                 )
             drained = loop.time()
         finally:
+            if self._mover is not None:
+                await self._mover.close()
             await end_stages(engine, self.owner)
             if engine.failure.done() and isinstance(engine.failure.exception(), FailureGuardError):
                 await dead_letters.rest(
@@ -443,7 +484,10 @@ class LaneWorker:
                 if self._telemetry is not None:
                     self._telemetry.last()
         ownership.check_run()
-        self._progress.save_to_session(self._plan.epoch)
+        if self._mover is not None and self._mover.moved:
+            worker_session.forget_state()
+        else:
+            self._progress.save_to_session(self._plan.epoch)
         log.log(
             level,
             "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",
@@ -461,9 +505,16 @@ class LaneWorker:
             return
         failed = error is not None
         last = LastRecords(
-            self._plan, self._held.load, engine, None if failed else ownership, finished=self._finished
+            self._plan,
+            self._progress.slots,
+            self._held.load,
+            engine,
+            None if failed else ownership,
+            finished=self._finished,
         )
-        shared = [] if self._leaves_alone else list(self._plan.cuts)
+        shared = [p for p, slots in self._progress.slots.items() if slots != ALL]
+        if self._leaves_alone:
+            shared = []
         await commits.commit_last(last, shared=shared, failed=failed)
 
     # While it runs, on the loop.
@@ -543,17 +594,20 @@ class LaneWorker:
         assert self._ownership is not None  # noqa: S101 - the lanes begin with it
         assert self._commits is not None  # noqa: S101
         while not state.poll() and not self._abandoned.is_set():
-            if self._ownership.asked_to_leave:
+            if self._mover is not None:
+                if self._has_moved_away(self._mover, state):
+                    break
+            elif self._ownership.asked_to_leave:
                 log.info("%s: another worker of this run takes over; finishing what has begun", self.owner)
                 self._commits.leaving = self._leaves_alone = True
                 break
-            if self._ownership.lost:
+            if self._ownership.overruled or (self._mover is None and self._ownership.lost):
                 engine.fail(FencedError(f"{self.owner}: another task owns its partitions now"))
-            if state.successor is not None:
+            if state.successor is not None and self._mover is None:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
                 self._commits.leaving = True
                 break
-            commands.take([command for command in state.take_commands() if self._is_ours(command)])
+            commands.carry_out([command for command in state.take_commands() if self._is_ours(command)])
             if fetcher.ended and engine.resting and commands.idle and self._caught_up(engine):
                 self._finished = True
                 break
@@ -565,6 +619,22 @@ class LaneWorker:
                 engine.failure.result()
         with self._lock:
             self._closing = True
+
+    def _has_moved_away(self, mover: RangeMover, state: StateTopic) -> bool:
+        """Move what is to be moved. True when the worker has nothing left, or must drain so that something can move."""
+        assert self._commits is not None  # noqa: S101
+        if state.successor is not None and not self._succeeded:
+            log.warning("%s: another run has taken over; finishing what has begun", self.owner)
+            self._succeeded = True
+            mover.release_all()
+        mover.look()
+        if mover.stuck:
+            log.warning("%s: ranges cannot move while others run; finishing what has begun", self.owner)
+            self.gave_way = True
+        elif not mover.ranges.over:
+            return False
+        self._commits.leaving = self._leaves_alone = True
+        return True
 
     async def _is_over(self, engine: Engine, state: StateTopic) -> bool:
         """Whether to drain now. At the end of an epoch the task is detached instead, and the lanes keep running."""
@@ -596,6 +666,8 @@ class LaneWorker:
         """A task has attached."""
         assert self._ownership is not None  # noqa: S101
         self._served = plan
+        if self._mover is not None:
+            self._mover.plan(plan)
         self._ownership.attached(_claimant(plan))
         if self._telemetry is not None:
             self._telemetry.begin_epoch(plan)
@@ -605,7 +677,7 @@ class LaneWorker:
         """Commit what is done, hand its rows over, and let the task go."""
         assert self._commits is not None  # noqa: S101
         engine.settle()
-        if await self._commits.commit_epoch(EpochRecords(plan, self._held.load)):
+        if await self._commits.commit_epoch(EpochRecords(plan, self._progress.slots, self._held.load)):
             self._held.reset_load()
         with self._lock:
             self._attached = False
@@ -614,11 +686,10 @@ class LaneWorker:
         log.info("%s: epoch %d ended, its lanes keep running", self.owner, plan.epoch)
 
     def _is_ours(self, command: Command) -> bool:
-        """Whether this task owns the slot that the command is about."""
-        slots = self._plan.cuts.get(command.partition, ALL)
-        if command.key is None and command.offset is None:
-            return 0 in slots  # letters of messages without a key, which any owner may run
-        return self._app.slot_of(command.key, command.offset or 0) in slots
+        """Whether this worker runs the lane that the command is about."""
+        assert self._commands is not None  # noqa: S101
+        runs = self._mover is None or self._mover.is_running(command.partition)
+        return runs and self._commands.is_ours(command)
 
     def _caught_up(self, engine: Engine) -> bool:
         """Everything below ``until`` was read, and is done or waits in a stopped lane."""

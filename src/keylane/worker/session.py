@@ -207,6 +207,30 @@ class WorkerSession:
         self._state.restore()
         return self._state
 
+    def view(self, partition: int, run: str, since: Mapping[int, int]) -> StateTopic:
+        """The state of one more partition, read to its end with a consumer of its own. Blocks. Raises BrokerError."""
+        found = StateTopic(
+            self.settings,
+            self._app.name,
+            self._app.state,
+            [partition],
+            run,
+            since=since,
+            labels=self.labels,
+        )
+        try:
+            found.restore()
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def forget_state(self) -> None:
+        """The ranges of the last epoch have changed: the next one reads everything again."""
+        self.partitions, self.epoch = [], -1
+        self.committed, self.committed_at = {}, {}
+        self.duplicates = None
+
     def has_progress_for(self, epoch: int, starts: Mapping[int, int]) -> bool:
         """Whether the epoch before this one ended here, at these offsets. Then its progress is still right."""
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}

@@ -53,12 +53,12 @@ class TaskPlan:
     """The number of the Spark task; ``task`` is that of the part of the plan, which another task may take."""
 
     def continues(self, other: TaskPlan) -> bool:
-        """Whether the lanes of the other plan can keep running under this one."""
+        """Whether the lanes of the other plan can keep running under this one, where they are in both."""
         return bool(self.keep_alive) and self._lanes() == other._lanes()
 
     def _lanes(self) -> tuple[object, ...]:
         return (
-            *(self.run, self.settings, self.identity, self.slots, self.until, self.keep_alive),
+            *(self.run, self.settings, self.identity, self.until, self.keep_alive),
             *(self.sink_limit, self.sink_stamps, self.outcomes, self.partitions, self.former),
         )
 
