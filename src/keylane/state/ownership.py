@@ -330,12 +330,10 @@ class Ownership:
     def turn(self, partition: int, waited: float) -> Turn:
         """What the claim of this partition waits for, ``waited`` seconds after it was made."""
         own, before = self._own(partition), self._before_in(partition)
-        if any(map(self._is_competitor, before.values())):
+        rivals = [claim for claim in self._rivals(partition).values() if claim.run == self._run]
+        newer_plan = any(claim.epoch > self._claimant.epoch and not claim.leaving for claim in rivals)
+        if newer_plan or any(map(self._is_competitor, before.values())):
             return Turn.TAKEN
-        if own is not None:
-            newer = [claim for claim in self._rivals(partition).values() if claim.place > own.place]
-            if any(claim.run == self._run and claim.epoch > self._claimant.epoch for claim in newer):
-                return Turn.TAKEN
         if any(self._is_over(claim, waited) for claim in before.values()):
             return Turn.DEAD
         return Turn.FREE if own is not None and not before else Turn.WAITS
@@ -394,10 +392,14 @@ class Ownership:
         self._leaving |= leaves.keys()
         self._put(leaves)
 
-    def attached(self, claimant: Claimant) -> None:
-        """Say which Spark task the owner serves from now on."""
+    def is_leaving(self, partition: int) -> bool:
+        """Whether it has said so about this partition."""
+        return partition in self._leaving
+
+    def attached(self, claimant: Claimant, wanted: Mapping[int, Slots]) -> None:
+        """Say which Spark task the owner serves from now on; not in claims that it will withdraw."""
         self._claimant = claimant
-        self._put(self._owned | self._waiting)
+        self._put(self._owned | {p: slots for p, slots in self._waiting.items() if wanted.get(p) == slots})
 
     def release(self, partition: int | None = None) -> list[StateRecord]:
         """The records that release this partition, or all claims, when they are committed."""

@@ -631,7 +631,9 @@ class LaneWorker:
         if mover.stuck:
             log.warning("%s: ranges cannot move while others run; finishing what has begun", self.owner)
             self.gave_way = True
-        elif not mover.ranges.over:
+        elif mover.ranges.over:
+            self.gave_way = self._attached  # its task may look for another part of the plan
+        else:
             return False
         self._commits.leaving = self._leaves_alone = True
         return True
@@ -668,7 +670,7 @@ class LaneWorker:
         self._served = plan
         if self._mover is not None:
             self._mover.plan(plan)
-        self._ownership.attached(_claimant(plan))
+        self._ownership.attached(_claimant(plan), plan.slots)
         if self._telemetry is not None:
             self._telemetry.begin_epoch(plan)
         log.info("%s: epoch %d began, its lanes were running", self.owner, plan.epoch)

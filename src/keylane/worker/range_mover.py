@@ -106,7 +106,10 @@ class RangeMover:
     def look(self) -> None:
         """Start the moves that are due."""
         for partition, epoch in self._ownership.requested.items():
-            if self.ranges[partition] is RangeState.RUNNING and self.ranges.is_wanted(partition):
+            if self.ranges[partition] is RangeState.RESTORING:
+                if not self._ownership.is_leaving(partition):  # soon: the other one waits for an answer
+                    self._ownership.leaving(partition)
+            elif self.ranges[partition] is RangeState.RUNNING and self.ranges.is_wanted(partition):
                 self.ranges.leave(partition, epoch)
         for one in self.ranges.to_release:
             if self._commands.has_redrives(one.partition):

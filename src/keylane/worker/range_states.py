@@ -56,6 +56,7 @@ class RangeStates:
         self._plan: dict[int, Slots] = {**self._slots}
         self._epoch = -1
         self._yielded: dict[int, int] = {}  # partition: the epoch of the worker that it is left to
+        self._lent: set[int] = set()  # partitions that are wanted again as soon as they are released
 
     def __getitem__(self, partition: int) -> RangeState | None:
         return self._states.get(partition)
@@ -70,8 +71,15 @@ class RangeStates:
         self._yielded = {p: other for p, other in self._yielded.items() if other >= epoch}
 
     def leave(self, partition: int, epoch: int) -> None:
-        """Leave this partition to another worker, which claims it for its plan of this epoch."""
-        self._yielded = {**self._yielded, partition: max(epoch, self._yielded.get(partition, epoch))}
+        """Leave this partition to another worker, which claims it for its plan of this epoch.
+
+        One of an earlier epoch has not seen its new plan yet: it gets the partition, because it does not wait for long,
+        and is then asked for it.
+        """
+        if epoch < self._epoch:
+            self._lent.add(partition)
+        else:
+            self._yielded = {**self._yielded, partition: max(epoch, self._yielded.get(partition, epoch))}
 
     def has_left(self, wanted: Mapping[int, Slots], epoch: int) -> bool:
         """Whether some of these ranges were left to another worker of this epoch. From any thread."""
@@ -81,7 +89,7 @@ class RangeStates:
     @property
     def wanted(self) -> dict[int, Slots]:
         """The ranges that the worker is to own now."""
-        return {p: slots for p, slots in self._plan.items() if p not in self._yielded}
+        return {p: slots for p, slots in self._plan.items() if p not in self._yielded and p not in self._lent}
 
     @property
     def owned(self) -> dict[int, Slots]:
@@ -126,5 +134,6 @@ class RangeStates:
             self._slots[partition] = slots
         if state is None:
             del self._slots[partition], self._states[partition]
+            self._lent.discard(partition)
         else:
             self._states[partition] = state
