@@ -162,7 +162,8 @@ class Load:
         if self._partitions:
             partition = n % self._partitions
             key = b"p%d-%d" % (partition, n // self._partitions % 5)
-            return {"key": key, "value": b"%d" % n, "partition": partition}
+            headers = [("event-id", b"e%d" % n)]
+            return {"key": key, "value": b"%d" % n, "partition": partition, "headers": headers}
         return {"key": b"k%d" % (n % 20), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
 
     def __enter__(self) -> Self:

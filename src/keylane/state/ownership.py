@@ -197,6 +197,7 @@ class Ownership:
         self._waiting: dict[int, Slots] = {}  # claimed, and not owned yet
         self._leaving: set[int] = set()  # owned; it finishes what it has begun there
         self._numbers: dict[int, int] = {}  # of the newest claim of each partition
+        self._silent: set[int] = set()  # their release is being committed: no claim may follow it
 
     @property
     def partitions(self) -> Collection[int]:
@@ -280,14 +281,15 @@ class Ownership:
         return found
 
     @property
-    def overruled(self) -> bool:
-        """Whether another worker has fenced this one, or is about to."""
+    def overruled(self) -> list[int]:
+        """Partitions for which another worker has fenced this one, or is about to."""
         polite = self._claimant.outlives_task
-        return any(
-            self._own(partition) is None
-            or any(not (polite and self._waits_for_us(claim)) for claim in self._later(partition))
+        return [
+            partition
             for partition in self._owned
-        )
+            if self._own(partition) is None
+            or any(not (polite and self._waits_for_us(claim)) for claim in self._later(partition))
+        ]
 
     def _later(self, partition: int) -> list[Claim]:
         """Later claims of slots that it owns."""
@@ -364,8 +366,13 @@ class Ownership:
         self._waiting.pop(partition)
         self._writer.put_state(partition, OWNER + self._writer.id.encode(), None)
 
+    def keep(self, partition: int) -> None:
+        """The release of this partition was not committed."""
+        self._silent.discard(partition)
+
     def released(self, partition: int) -> None:
         """The release of this partition is committed."""
+        self._silent.discard(partition)
         del self._owned[partition]
         self._leaving.discard(partition)
 
@@ -397,13 +404,22 @@ class Ownership:
         return partition in self._leaving
 
     def attached(self, claimant: Claimant, wanted: Mapping[int, Slots]) -> None:
-        """Say which Spark task the owner serves from now on; not in claims that it will withdraw."""
+        """Say which Spark task the owner serves from now on, and that it leaves what is not wanted any more.
+
+        It says nothing in claims that it will withdraw.
+        """
         self._claimant = claimant
+        self._leaving |= {p for p, slots in self._owned.items() if wanted.get(p) != slots}
         self._put(self._owned | {p: slots for p, slots in self._waiting.items() if wanted.get(p) == slots})
 
     def release(self, partition: int | None = None) -> list[StateRecord]:
-        """The records that release this partition, or all claims, when they are committed."""
+        """The records that release this partition, or all claims, when they are committed.
+
+        Until :meth:`released` or :meth:`keep` nothing is said about a single partition.
+        """
         name = OWNER + self._writer.id.encode()
+        if partition is not None:
+            self._silent.add(partition)
         released = (self._owned | self._waiting) if partition is None else [partition]
         return [(one, name, None) for one in released]
 
@@ -464,6 +480,8 @@ class Ownership:
         name = OWNER + self._writer.id.encode()
         notes: list[StateRecord] = []
         for partition, slots in ranges.items():
+            if partition in self._silent:
+                continue
             value: dict[str, Any] = {"run": self._run, "who": self._who}
             if self._claimant.outlives_task:
                 value |= {"epoch": self._claimant.epoch, "task": self._claimant.task}

@@ -443,6 +443,10 @@ class StateTopic:
         """The partitions that it follows."""
         return self._partitions
 
+    def learn_partitions(self) -> None:
+        """Refresh what the consumer knows of the topic: partitions were added. Blocks. Raises BrokerError."""
+        load_metadata(self._consumer, self.topic)
+
     def adopt(self, other: StateTopic) -> None:
         """Follow the other view's partitions too, from where it has read to. Close that one afterwards. Never blocks.
 
@@ -534,11 +538,12 @@ class StateTopic:
         if not owner.startswith(f"{self._app}."):  # its id may be fenced, so it must be one of this app's
             raise MalformedRecordError(f"expected a transactional id of the app, got {owner[:60]!r}")
         ownership = self.owners.setdefault(partition, {})
-        if owner in ownership:  # it now says that it is leaving; its place stays
-            place = ownership[owner].place
         heard = time.monotonic()
         try:
             found = records.decode_claim(value)
+            known = ownership.get(owner)
+            if known is not None and known.number == found.number:  # it says more about the same claim
+                place = known.place
         except MalformedRecordError:
             # Someone may own slots here. Put it before all others, so that the next task to claim fences this id, and
             # no task that has already claimed takes it for a successor.

@@ -228,6 +228,10 @@ class CommandExecutor(Contributor):
     def _lane(self, command: Command) -> bytes | None:
         return self._engine.lane_key(command.key, command.partition)
 
+    def plan(self, plan: TaskPlan) -> None:
+        """The next epoch has begun; partitions may have been added to the source."""
+        self._plan = plan
+
     def take(self, ranges: Mapping[int, Slots], /) -> None:
         """The worker owns these ranges now: the letters that were redriven are known."""
         for partition in ranges:

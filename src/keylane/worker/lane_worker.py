@@ -190,7 +190,7 @@ class LaneWorker:
             unfit = self._retiring or self._closing or self._ended or self._attached
             if unfit or not plan.continues(self._plan):
                 return None
-            if plan.slots != self._plan.slots and not (moves and self._moves_ranges):
+            if not plan.has_parts_of(self._plan) and not (moves and self._moves_ranges):
                 return None
             if self._mover is not None and self._mover.has_left(plan):
                 return None
@@ -437,7 +437,7 @@ class LaneWorker:
                 commits=commits,
                 commands=commands,
                 members=members,
-                open_view=lambda partition: worker_session.view(partition, plan.run, self._plan.since),
+                open_view=lambda partition: worker_session.view(partition, self._plan),
                 fail=engine.fail,
                 drain_timeout=app.drain_timeout,
             )
@@ -601,8 +601,8 @@ class LaneWorker:
                 log.info("%s: another worker of this run takes over; finishing what has begun", self.owner)
                 self._commits.leaving = self._leaves_alone = True
                 break
-            if self._ownership.overruled or (self._mover is None and self._ownership.lost):
-                engine.fail(FencedError(f"{self.owner}: another task owns its partitions now"))
+            if (others := self._ownership.overruled) or (self._mover is None and self._ownership.lost):
+                engine.fail(FencedError(f"{self.owner}: another task owns its partitions now {others}"))
             if state.successor is not None and self._mover is None:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
                 self._commits.leaving = True
@@ -640,10 +640,11 @@ class LaneWorker:
 
     async def _is_over(self, engine: Engine, state: StateTopic) -> bool:
         """Whether to drain now. At the end of an epoch the task is detached instead, and the lanes keep running."""
+        assert self._commits is not None  # noqa: S101
         with self._lock:
             plan, attached, deadline = self._plan, self._attached, self._deadline
         if self._retiring:  # a task that needs other lanes waits for the end of these
-            self._leaves_alone = True
+            self._leaves_alone = self._commits.leaving = True
             return True
         if plan is not self._served:
             self._begin_epoch(plan)
@@ -653,6 +654,7 @@ class LaneWorker:
             log.warning("%s: no Spark task for %g s: draining and releasing", self.owner, plan.keep_alive)
             with self._lock:  # unless one has attached meanwhile
                 self._deserted = self._closing = self._leaves_alone = not self._attached
+            self._commits.leaving = self._deserted
             return self._deserted
         replanned = state.wanted.get("number", 0) > plan.replan
         if time.monotonic() < deadline and not replanned:

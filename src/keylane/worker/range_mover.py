@@ -95,6 +95,7 @@ class RangeMover:
     def plan(self, plan: TaskPlan) -> None:
         """Own what this plan says. Call it before the new epoch is told to others."""
         self._plan = plan
+        self._commands.plan(plan)
         self.ranges.plan(plan.slots, plan.epoch)
         self.look()
 
@@ -257,6 +258,10 @@ class RangeMover:
         value = [plan.run, plan.epoch, self._held.load[partition]]
         return part_of(LOAD, slots), json.dumps(value).encode()
 
+    def keep(self, partition: int) -> None:
+        """The release was not committed."""
+        self._ownership.keep(partition)
+
     def release_records(self, partition: int) -> Sequence[tuple[int, bytes, bytes | None]]:
         """The records that release the range when they are committed."""
         return self._ownership.release(partition)
@@ -281,3 +286,4 @@ class _Release(Contributor):
 
     def aborted(self) -> None:
         """The caller tries again."""
+        self._mover.keep(self._partition)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from keylane.kafka.client import Consumer, Producer
     from keylane.offsets.watermark import PartitionProgress
     from keylane.spec import AppSpec
+    from keylane.worker.task_plan import TaskPlan
 
 
 Use = Literal["results", "alone", "letters", "letter"]
@@ -100,6 +102,7 @@ class WorkerSession:
         self.committed_at: dict[int, float] = {}
         """When it last committed each partition's offset, by the monotonic clock."""
         self._app = app
+        self._learning = threading.Lock()
         self._sender: TelemetrySender | None = None
         self._state: StateTopic | None = None
         self.partitions: list[int] = []
@@ -207,15 +210,22 @@ class WorkerSession:
         self._state.restore()
         return self._state
 
-    def view(self, partition: int, run: str, since: Mapping[int, int]) -> StateTopic:
-        """The state of one more partition, read to its end with a consumer of its own. Blocks. Raises BrokerError."""
+    def view(self, partition: int, plan: TaskPlan) -> StateTopic:
+        """The state of one more partition, read to its end with a consumer of its own. Blocks. Raises BrokerError.
+
+        From any thread. The other clients know the partition afterwards, also if it was added to the source.
+        """
+        with self._learning:
+            if plan.partitions > self._source_partitions:
+                self._learn_partitions()
+                self._source_partitions = plan.partitions
         found = StateTopic(
             self.settings,
             self._app.name,
             self._app.state,
             [partition],
-            run,
-            since=since,
+            plan.run,
+            since=plan.since,
             labels=self.labels,
         )
         try:
@@ -224,6 +234,15 @@ class WorkerSession:
             found.close()
             raise
         return found
+
+    def _learn_partitions(self) -> None:
+        """Refresh what the clients know of the topics. On their own they do it every few minutes."""
+        load_metadata(self.consumer, self._app.source)
+        if self._state is not None:
+            self._state.learn_partitions()
+        self.writer.learn_partitions()
+        for client in list(self._clients.values()):
+            load_metadata(client, self._app.dlq)
 
     def forget_state(self) -> None:
         """The ranges of the last epoch have changed: the next one reads everything again."""

@@ -59,8 +59,12 @@ class TaskPlan:
     def _lanes(self) -> tuple[object, ...]:
         return (
             *(self.run, self.settings, self.identity, self.until, self.keep_alive),
-            *(self.sink_limit, self.sink_stamps, self.outcomes, self.partitions, self.former),
+            *(self.sink_limit, self.sink_stamps, self.outcomes),
         )
+
+    def has_parts_of(self, other: TaskPlan) -> bool:
+        """Whether it reads the same ranges of a source with the same partitions."""
+        return (self.slots, self.partitions, self.former) == (other.slots, other.partitions, other.former)
 
     @property
     def slots(self) -> dict[int, Slots]:
