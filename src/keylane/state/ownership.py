@@ -270,14 +270,14 @@ class Ownership:
         return bool(self.requested) and not self.overruled
 
     @property
-    def requested(self) -> dict[int, int]:
-        """Partitions of which a later worker of this run claims slots, and its epoch. It waits for their release."""
-        found: dict[int, int] = {}
+    def requested(self) -> dict[int, list[Claim]]:
+        """Later claims of this run for slots that it owns, by partition: they wait for the release."""
+        found: dict[int, list[Claim]] = {}
         if self._claimant.outlives_task:
             for partition in self._owned:
                 later = self._later(partition)
                 if later and all(map(self._waits_for_us, later)):
-                    found[partition] = max(claim.epoch for claim in later)
+                    found[partition] = later
         return found
 
     @property

@@ -106,12 +106,13 @@ class RangeMover:
 
     def look(self) -> None:
         """Start the moves that are due."""
-        for partition, epoch in self._ownership.requested.items():
+        for partition, claims in self._ownership.requested.items():
             if self.ranges[partition] is RangeState.RESTORING:
                 if not self._ownership.is_leaving(partition):  # soon: the other one waits for an answer
                     self._ownership.leaving(partition)
             elif self.ranges[partition] is RangeState.RUNNING and self.ranges.is_wanted(partition):
-                self.ranges.leave(partition, epoch)
+                for claim in claims:
+                    self.ranges.leave(partition, [claim.slots], claim.epoch)
         for one in self.ranges.to_release:
             if self._commands.has_redrives(one.partition):
                 self.stuck = True  # their letters are on their way into lanes
@@ -242,7 +243,7 @@ class RangeMover:
             if turn is Turn.FREE:
                 return True
             if turn is Turn.TAKEN:
-                self.ranges.leave(partition, self._plan.epoch)
+                self.ranges.leave(partition, [self.ranges.slots(partition)], self._plan.epoch)
                 return False
             dead = self._ownership.dead(partition, waited) if turn is Turn.DEAD else {}
             if new := {owner: who for owner, who in dead.items() if owner not in fenced}:

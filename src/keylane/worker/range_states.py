@@ -9,13 +9,13 @@ Pure: :class:`~keylane.worker.range_mover.RangeMover` does it, and says here wha
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from keylane.offsets.assignment import AssignedRange
 from keylane.offsets.reassignment import moves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from keylane.offsets.reassignment import Moves
     from keylane.offsets.slots import Slots
@@ -43,6 +43,17 @@ _FOLLOWS: Mapping[RangeState | None, tuple[RangeState | None, ...]] = {
 }
 
 
+class _Yielded(NamedTuple):
+    """Slots of a partition that are left to workers with a plan of this epoch."""
+
+    epoch: int
+    slots: tuple[Slots, ...]
+
+    def has(self, wanted: Slots) -> bool:
+        """Whether any of the wanted slots are among them."""
+        return any(map(wanted.overlaps, self.slots))
+
+
 class RangeStates:
     """At most one range of each partition. Ranges that are wanted and running are never touched.
 
@@ -55,7 +66,7 @@ class RangeStates:
         self._states = dict.fromkeys(running, RangeState.RUNNING) | dict.fromkeys(waiting, RangeState.WAITING)
         self._plan: dict[int, Slots] = {**self._slots}
         self._epoch = -1
-        self._yielded: dict[int, int] = {}  # partition: the epoch of the worker that it is left to
+        self._yielded: dict[int, _Yielded] = {}
         self._lent: set[int] = set()  # partitions that are wanted again as soon as they are released
 
     def __getitem__(self, partition: int) -> RangeState | None:
@@ -68,28 +79,37 @@ class RangeStates:
     def plan(self, wanted: Mapping[int, Slots], epoch: int) -> None:
         """From now on the worker is to own these ranges. What was left to others in earlier epochs does not count."""
         self._plan, self._epoch = dict(wanted), epoch
-        self._yielded = {p: other for p, other in self._yielded.items() if other >= epoch}
+        self._yielded = {p: left for p, left in self._yielded.items() if left.epoch >= epoch}
 
-    def leave(self, partition: int, epoch: int) -> None:
-        """Leave this partition to another worker, which claims it for its plan of this epoch.
+    def leave(self, partition: int, slots: Iterable[Slots], epoch: int) -> None:
+        """Leave these slots to other workers, which claim them for their plans of this epoch.
 
-        One of an earlier epoch has not seen its new plan yet: it gets the partition, because it does not wait for long,
-        and is then asked for it.
+        One of an earlier epoch has not seen its new plan yet: it gets the range, because it does not wait for long, and
+        is then asked for it.
         """
         if epoch < self._epoch:
             self._lent.add(partition)
-        else:
-            self._yielded = {**self._yielded, partition: max(epoch, self._yielded.get(partition, epoch))}
+            return
+        before = self._yielded.get(partition)
+        known = before.slots if before is not None and before.epoch == epoch else ()
+        self._yielded = {**self._yielded, partition: _Yielded(epoch, (*known, *slots))}
 
     def has_left(self, wanted: Mapping[int, Slots], epoch: int) -> bool:
         """Whether some of these ranges were left to another worker of this epoch. From any thread."""
         yielded = self._yielded  # replaced, and never changed
-        return any(yielded.get(partition, -1) >= epoch for partition in wanted)
+        return any(
+            (found := yielded.get(partition)) is not None and found.epoch >= epoch and found.has(slots)
+            for partition, slots in wanted.items()
+        )
 
     @property
     def wanted(self) -> dict[int, Slots]:
         """The ranges that the worker is to own now."""
-        return {p: slots for p, slots in self._plan.items() if p not in self._yielded and p not in self._lent}
+        return {
+            p: slots
+            for p, slots in self._plan.items()
+            if p not in self._lent and not (p in self._yielded and self._yielded[p].has(slots))
+        }
 
     @property
     def owned(self) -> dict[int, Slots]:

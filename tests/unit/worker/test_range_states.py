@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from keylane.state.topic import OWNER, Claim
 from keylane.worker.range_states import RangeState, RangeStates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from keylane.kafka.transactional_writer import StateRecord
 
@@ -45,7 +46,8 @@ def test_a_range_that_is_cut_is_released_and_taken() -> None:
 def test_a_range_that_is_left_to_another_is_wanted_in_the_next_epoch() -> None:
     ranges = RangeStates({0: ALL}, {})
     ranges.plan({0: ALL}, epoch=2)
-    ranges.leave(0, epoch=2)
+    ranges.leave(0, [LOW], epoch=2)
+    assert not ranges.has_left({0: HIGH}, epoch=2)
     assert ranges.to_release == [AssignedRange(0)]
     assert ranges.has_left({0: ALL}, epoch=2)
     ranges.plan({0: ALL}, epoch=3)
@@ -113,17 +115,28 @@ class View:
 
 
 class Writer:
-    """What one worker has written; :meth:`commit` makes it visible."""
+    """What one worker has written. A commit takes time; what is put meanwhile is in the next one."""
 
     def __init__(self, topic: Topic, owner: str) -> None:
         self._topic, self.id, self._open = topic, owner, list[Any]()
+        self._committing: list[Any] | None = None
+        self._then: Callable[[], None] | None = None
 
     def put_state(self, partition: int, name: bytes, value: bytes | None) -> None:
         self._open.append((partition, name, value))
 
-    def commit(self, also: Iterable[StateRecord] = ()) -> None:
-        self._topic.records += [*self._open, *also]
-        self._open = []
+    @property
+    def busy(self) -> bool:
+        return self._committing is not None
+
+    def begin(self, also: Iterable[StateRecord] = (), then: Callable[[], None] | None = None) -> None:
+        self._committing, self._open, self._then = [*self._open, *also], [], then
+
+    def end(self) -> None:
+        self._topic.records += self._committing or []
+        self._committing = None
+        if self._then is not None:
+            self._then()
 
 
 @dataclass
@@ -160,10 +173,14 @@ class Worker:
         ranges, ownership = self.ranges, self.ownership
         self.view.poll(rng.randint(0, 8))
         if rng.random() < 0.5:
-            self.writer.commit()
-        for partition, epoch in ownership.requested.items():
+            if self.writer.busy:
+                self.writer.end()
+            else:
+                self.writer.begin()
+        for partition, claims in ownership.requested.items():
             if ranges[partition] is RangeState.RUNNING and ranges.is_wanted(partition):
-                ranges.leave(partition, epoch)
+                for claim in claims:
+                    ranges.leave(partition, [claim.slots], claim.epoch)
         assert not ownership.overruled
         self.release_due()
         for one in ranges.to_take:
@@ -174,7 +191,7 @@ class Worker:
             assert turn is not Turn.DEAD
             if turn is Turn.TAKEN or not ranges.is_wanted(partition):
                 if turn is Turn.TAKEN:
-                    ranges.leave(partition, self.epoch)
+                    ranges.leave(partition, [ranges.slots(partition)], self.epoch)
                 ownership.withdraw(partition)
                 ranges.enter(partition, None)
             elif turn is Turn.FREE:
@@ -185,10 +202,12 @@ class Worker:
                 ranges.enter(partition, RangeState.RUNNING)
             elif ranges[partition] is RangeState.RELEASING:
                 self.calls[partition] += 1
-                if self.calls[partition] > rng.randint(1, 6):
-                    self.writer.commit(ownership.release(partition))
-                    ownership.released(partition)
-                    ranges.enter(partition, None)
+                if self.calls[partition] > rng.randint(1, 6) and not self.writer.busy:
+                    self.writer.begin(ownership.release(partition), partial(self.released, partition))
+
+    def released(self, partition: int) -> None:
+        self.ownership.released(partition)
+        self.ranges.enter(partition, None)
 
 
 def owned_twice(workers: list[Worker]) -> list[tuple[int, Slots, Slots]]:
@@ -202,7 +221,7 @@ def owned_twice(workers: list[Worker]) -> list[tuple[int, Slots, Slots]]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_slot_is_ever_owned_twice_and_plans_are_reached(seed: int) -> None:
     rng = random.Random(seed)
     topic, partitions = Topic(), rng.randint(1, 5)
