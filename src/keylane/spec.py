@@ -285,6 +285,14 @@ class AppSpec(AppTopicNames):
         return slot_of(key if self.order.has_lanes else None, offset)
 
     @property
+    def moves_ranges(self) -> bool:
+        """Whether its ranges can move between workers one by one.
+
+        Versions are restored for all ranges together, and lanes over partitions have no ranges.
+        """
+        return self.versions is None and self.order.max_tasks is None
+
+    @property
     def dispatches(self) -> bool:
         """Whether it has handlers instead of stages."""
         return bool(self.stages) and self.stages[0].types is not None

@@ -15,7 +15,7 @@ from keylane.errors import FencedError
 from keylane.offsets.assignment import AssignedRange, Assignment, make_plan
 from keylane.testing import EventKind, check_results, read_history
 from support.epochs import Epochs, Load, largest_gap, slow_app
-from support.topics import ids
+from support.topics import Log, ids
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from keylane.testing import HistoryEvent, Sent, Verdict
-    from support.topics import Log
+
 
 PARTITIONS = 4
 ONE = Assignment((tuple(map(AssignedRange, range(PARTITIONS))),))
@@ -172,3 +172,35 @@ def test_an_owner_that_hangs_in_a_move_is_fenced(
     judge(load.sent)
     assert log.lag(name, f"{name}.in") == 0
     check_results(ids(log.read(f"{name}.in")), ids(log.read(f"{name}.out"))).raise_if_bad()
+
+
+def test_partitions_that_are_added_are_taken_by_running_lanes(
+    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict], begun: list[Epochs]
+) -> None:
+    """Every old partition has a long call when the new ones are taken."""
+    log.create(f"{name}.in", f"{name}.out", partitions=PARTITIONS)
+    epochs = Epochs(log, slow_app(name, tmp_path), partitions=PARTITIONS)
+    begun.append(epochs)
+    with Load(log, f"{name}.in", 200.0, partitions=PARTITIONS) as load:
+        epochs.run(seconds=2.0, assignment=ONE)
+        calm = time.time()
+        epochs.run(seconds=2.0, assignment=ONE)
+        (first,) = epochs.workers()
+        for topic in ("in", "dlq", "state"):
+            log.create(f"{name}.{topic}", partitions=2 * PARTITIONS)
+        grown = Assignment((tuple(map(AssignedRange, range(2 * PARTITIONS))),))
+        epochs.partitions = 2 * PARTITIONS
+        load.sent.extend(slow_calls(log, name))
+        with Load(Log(log.bootstrap), f"{name}.in", 200.0, partitions=2 * PARTITIONS) as more:
+            began = time.time()
+            epochs.run(seconds=5.0, assignment=grown, former=(PARTITIONS,))
+            ended = time.time()
+    epochs.run(seconds=3.0, assignment=grown, former=(PARTITIONS,))
+    assert epochs.workers() == [first]
+    before = largest_gap(tmp_path / "history", since=calm, until=began)
+    during = largest_gap(tmp_path / "history", since=began, until=ended)
+    assert during < max(GAP_SECONDS, 2 * before), f"{during:.3f} s, and {before:.3f} s without a move"
+    assert {partition for partition, _ in epochs.rows[3]} == set(range(2 * PARTITIONS))
+    epochs.end()
+    assert judge([*load.sent, *more.sent]).repeats == 0
+    assert log.lag(name, f"{name}.in") == 0

@@ -132,8 +132,7 @@ class LaneWorker:
         self._ended = False
         self._error: BaseException | None = None  # what ended it while no task was attached
         self._served = plan  # the loop's: the last plan that it has seen
-        # Versions are restored for all partitions together, and lanes over partitions have no ranges.
-        self._moves_ranges = bool(plan.keep_alive) and app.versions is None and app.order.max_tasks is None
+        self._moves_ranges = bool(plan.keep_alive) and app.moves_ranges
         self.gave_way = False
         """Whether it has ended so that its ranges can move: they could not move while it ran."""
         self._thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
