@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 _RELEASE_LOOK_SECONDS = 0.01
 """Time between two looks whether what has begun of a range that is released has ended."""
+_CUT_OFF_SECONDS = 2.0
+"""Time for which a call that was cancelled, because its range is released, may still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,11 +344,12 @@ class Engine:
         """Start nothing more of a range, and wait until what has begun of it is durable. Other ranges keep running.
 
         What has not begun is forgotten, also heads that wait for a retry or are stopped: their attempts and records
-        are kept until :meth:`forget`. Nothing of the range may be accepted any more. Returns False when ``timeout``
-        seconds were not enough; what has begun then still runs. Raises the engine's failure.
+        are kept until :meth:`forget`. Nothing of the range may be accepted any more. What still runs after ``timeout``
+        seconds is cancelled and is not done. Returns False if it does not end then either, or must not be cancelled
+        alone: in a thread, or in a batch with messages of others. Raises the engine's failure.
         """
         holds, among = self._holds(partition, slots), None
-        deadline = self.clock.now() + timeout
+        deadline, cut_off = self.clock.now() + timeout, False
         while not self.draining:
             removed, left = self.table.shed(holds, self.stopped_lanes.is_pinned, among)
             self.counters.accepted -= removed
@@ -361,7 +364,10 @@ class Engine:
             else:
                 among = left
             if self.clock.now() >= deadline:
-                return False
+                if cut_off or self._batchers or any(step.threads for step in self._pipeline.opened):
+                    return False
+                self._pool.cut_off(left)
+                deadline, cut_off = self.clock.now() + _CUT_OFF_SECONDS, True
             await asyncio.sleep(_RELEASE_LOOK_SECONDS)
         return False
 

@@ -64,6 +64,8 @@ log = logging.getLogger("keylane.task")
 _PUMP_BUSY_SECONDS, _PUMP_CALM_SECONDS, _PUMP_IDLE_SECONDS = 0.005, 0.02, 0.05
 """Time between two looks at what was acknowledged: while a lane waits for it, while none does, with nothing held."""
 _STATE_POLL_SECONDS = 0.1
+_LATE_DRAIN_SECONDS = 1.0
+"""Time for a drain that begins because a range was not released within ``drain_timeout``: its new owner waits."""
 _ABORTED_MAX = LAST_COMMIT_TRIES
 _FORGET_ABORTED_SECONDS = 60
 _LETTERS_SECONDS = 5.0
@@ -447,7 +449,8 @@ class LaneWorker:
                 await self._mover.close()
             fetcher.stop_fetching()
             draining = loop.time()
-            if not await engine.drain(app.drain_timeout):
+            late = self._mover is not None and self._mover.late
+            if not await engine.drain(_LATE_DRAIN_SECONDS if late else app.drain_timeout):
                 log.warning(
                     "%s: %d messages were not finished within %g s of drain; they run again",
                     self.owner,

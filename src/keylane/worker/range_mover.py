@@ -71,6 +71,8 @@ class RangeMover:
         self.ranges = RangeStates(ownership.owned, ownership.waiting)
         self.stuck = False
         """Whether a range cannot be released while the others run: then the worker has to drain."""
+        self.late = False
+        """Whether that is because it did not end in time."""
         self.moved = False
         """Whether any range has come or gone."""
         self._owner = owner
@@ -170,7 +172,7 @@ class RangeMover:
                 partition,
                 self._drain_timeout,
             )
-            self.stuck = True
+            self.stuck = self.late = True
             return
         await last_came.wait()
         await self._commits.commit_release(_Release(self, partition, slots))

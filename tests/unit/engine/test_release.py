@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +108,36 @@ def test_part_of_a_partition_is_released() -> None:
     assert len(seen.done) == len(low) + 3 * (len(KEYS) - len(low))
 
 
-def test_a_call_that_takes_too_long_is_reported() -> None:
+def test_a_call_that_takes_too_long_is_cancelled() -> None:
+    """Those of other ranges are not."""
+
+    async def use(engine: Engine, log: MemoryLog, seen: Started) -> None:
+        engine.accept(send(log, 2))
+        await asyncio.sleep(0.5)
+        assert await engine.release(1, ALL, timeout=0.2)
+        assert seen.done == []
+        assert engine.table.running == 2
+        await asyncio.sleep(10.0)
+
+    seen = run(use, a_second)
+    assert sorted(seen.done) == [(0, n) for n in range(4)]
+    assert [place for place in seen.began if place[0] == 1] == [(1, 0), (1, 1)]
+
+
+def test_a_call_that_swallows_its_cancellation_is_reported() -> None:
+    async def stubborn(msg: Message) -> bytes:
+        for _ in range(10):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+        return bytes(msg.value)
+
     async def use(engine: Engine, log: MemoryLog, _seen: Started) -> None:
         engine.accept(send(log, 1))
         await asyncio.sleep(0.5)
         assert not await engine.release(1, ALL, timeout=0.2)
-        assert await engine.release(1, ALL, timeout=10.0)
+        await asyncio.sleep(10.0)
 
-    run(use, a_second)
+    run(use, stubborn)
 
 
 def test_attempts_of_a_released_message_are_kept_until_they_are_forgotten() -> None:
