@@ -136,7 +136,7 @@ class LaneWorker:
         self._served = plan  # the loop's: the last plan that it has seen
         self._moves_ranges = bool(plan.keep_alive) and app.moves_ranges
         self.gave_way = False
-        """Whether it has ended so that its ranges can move: they could not move while it ran."""
+        """Whether it has ended so that ranges can move: its task may take a part of the plan again."""
         self._thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
         self._reset()
 
@@ -152,6 +152,7 @@ class LaneWorker:
         self._ownership: Ownership | None = None
         self._mover: RangeMover | None = None
         self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
+        self._moved_away = False  # it ends because all of its ranges are, or must be, others'
         self._succeeded = False  # another run has taken over
         self._leaves_alone = False  # the other owners of its shared partitions stay
         self._deserted = False  # no task has attached for too long
@@ -621,6 +622,7 @@ class LaneWorker:
                 engine.failure.result()
         with self._lock:
             self._closing = True
+            self.gave_way = self._moved_away and self._attached
 
     def _has_moved_away(self, mover: RangeMover, state: StateTopic) -> bool:
         """Move what is to be moved. True when the worker has nothing left, or must drain so that something can move."""
@@ -632,11 +634,9 @@ class LaneWorker:
         mover.look()
         if mover.stuck:
             log.warning("%s: ranges cannot move while others run; finishing what has begun", self.owner)
-            self.gave_way = True
-        elif mover.ranges.over:
-            self.gave_way = self._attached  # its task may look for another part of the plan
-        else:
+        elif not mover.ranges.over:
             return False
+        self._moved_away = True
         self._commits.leaving = self._leaves_alone = True
         return True
 
