@@ -191,5 +191,5 @@ def largest_gap(
         and since < event.at < until
         and where(event)
     )
-    assert len(starts) > 200, "too few messages to say anything"
+    assert len(starts) > 100, "too few messages to say anything"
     return max(later - earlier for earlier, later in pairwise(starts))
