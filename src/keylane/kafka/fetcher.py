@@ -145,7 +145,7 @@ class Fetcher:
             p: PartitionFlow(position=offset) for p, offset in starts.items()
         }
         """By partition. Replaced by the thread, and never changed."""
-        self._changes: SimpleQueue[tuple[int, PartitionFlow | None]] = SimpleQueue()
+        self._changes: SimpleQueue[tuple[int, PartitionFlow | None, bool]] = SimpleQueue()
         self._log_end_interval = log_end_interval
         self._log_end_due = 0.0 if log_end_interval < inf else inf
         self._closing = threading.Event()
@@ -156,15 +156,15 @@ class Fetcher:
         """Start the owner thread."""
         self._thread.start()
 
-    def add(self, partition: int, start: int) -> PartitionFlow:
-        """Fetch this partition too, from this offset. Only without ``until``."""
+    def add(self, partition: int, start: int, *, new: bool = False) -> PartitionFlow:
+        """Fetch this partition too, from this offset. Only without ``until``. ``new``: the consumer may not know it."""
         flow = PartitionFlow(position=start)
-        self._changes.put((partition, flow))
+        self._changes.put((partition, flow, new))
         return flow
 
     def remove(self, partition: int) -> None:
         """Do not fetch this partition any more. What was fetched before may still be delivered."""
-        self._changes.put((partition, None))
+        self._changes.put((partition, None, False))
 
     def stop_fetching(self) -> None:
         """Deliver nothing more."""
@@ -212,7 +212,9 @@ class Fetcher:
 
     def _apply_changes(self) -> None:
         while not self._changes.empty():
-            partition, flow = self._changes.get()
+            partition, flow, new = self._changes.get()
+            if new:
+                self._consumer.list_topics(self._topic, timeout=_QUERY_SECONDS)
             flows = dict(self.flows)
             if partition in flows:
                 del flows[partition]

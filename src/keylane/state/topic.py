@@ -269,10 +269,7 @@ class StateTopic:
         self._consumer = consumer or _consumer(
             settings, app, _RESTING_FETCH_WAIT_MS if rests else _FETCH_WAIT_MS
         )
-        self._reader = PartitionReader(self._consumer, topic, missing_seconds=0)
-        # A broker that has just come back may not know the topic yet. If the topic was deleted, the task's commits
-        # fail.
-        self._follower = PartitionReader(self._consumer, topic, missing_seconds=inf)
+        self._read_with(self._consumer)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, tuple[int, str]] = {}  # a watermark and its metadata
         self.malformed: Counter[str] = Counter()
@@ -303,6 +300,12 @@ class StateTopic:
         self.rests: dict[
             int, dict[Slots, int]
         ] = {}  # of this run: everything below is done, except in stopped lanes
+
+    def _read_with(self, consumer: Consumer) -> None:
+        self._reader = PartitionReader(consumer, self.topic, missing_seconds=0)
+        # A broker that has just come back may not know the topic yet. If the topic was deleted, the task's commits
+        # fail.
+        self._follower = PartitionReader(consumer, self.topic, missing_seconds=inf)
 
     def restore(self) -> None:
         """Read the whole topic. Raises BrokerError when it cannot be read."""
@@ -443,13 +446,10 @@ class StateTopic:
         """The partitions that it follows."""
         return self._partitions
 
-    def learn_partitions(self) -> None:
-        """Refresh what the consumer knows of the topic: partitions were added. Blocks. Raises BrokerError."""
-        load_metadata(self._consumer, self.topic)
-
     def adopt(self, other: StateTopic) -> None:
         """Follow the other view's partitions too, from where it has read to. Close that one afterwards. Never blocks.
 
+        The two change their consumers: the other one's is newer, and so knows partitions that were added to the topic.
         Pending commands of those partitions are not returned by :meth:`take_commands`: see :meth:`commands_of`.
         """
         partitions = [p for p in other._partitions if p not in self._next]
@@ -464,7 +464,9 @@ class StateTopic:
         self.guard_reason = self.guard_reason or other.guard_reason
         if other.wanted.get("number", 0) > self.wanted.get("number", 0):
             self.wanted = other.wanted
-        self._reader.add({p: self._next[p] for p in partitions})
+        self._consumer, other._consumer = other._consumer, self._consumer
+        self._read_with(self._consumer)
+        self._reader.add({p: place for p, place in self._next.items() if p not in partitions})
 
     def drop(self, partition: int) -> None:
         """Do not follow this partition any more: another worker owns it. Never blocks."""

@@ -440,6 +440,7 @@ class LaneWorker:
                 commands=commands,
                 members=members,
                 open_view=lambda partition: worker_session.view(partition, self._plan),
+                is_new=worker_session.is_new,
                 fail=engine.fail,
                 drain_timeout=app.drain_timeout,
             )

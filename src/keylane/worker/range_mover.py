@@ -46,7 +46,8 @@ _TRY_AGAIN_SECONDS = 1.0
 class RangeMover:
     """The moves of one worker. Used on its loop: call :meth:`look` now and then.
 
-    ``open_view`` reads the state of partitions and blocks. ``fail`` gets an error that ends the worker. ``members``
+    ``open_view`` reads the state of a partition and blocks; ``is_new`` says whether the source's consumer does not know
+    it yet. ``fail`` gets an error that ends the worker. ``members``
     come and go with the ranges, in this order.
     """
 
@@ -65,6 +66,7 @@ class RangeMover:
         commands: CommandExecutor,
         members: Sequence[RangeMember],
         open_view: Callable[[int], StateTopic],
+        is_new: Callable[[int], bool],
         fail: Callable[[BaseException], None],
         drain_timeout: float,
     ) -> None:
@@ -86,6 +88,7 @@ class RangeMover:
         self._commands = commands
         self._members = members
         self._open_view = open_view
+        self._is_new = is_new
         self._fail = fail
         self._drain_timeout = drain_timeout
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by partition
@@ -212,7 +215,7 @@ class RangeMover:
         begin = self._progress.begin(found)
         for member in self._members:
             member.take({partition: slots})
-        self._held.add(partition, self._fetcher.add(partition, begin))
+        self._held.add(partition, self._fetcher.add(partition, begin, new=self._is_new(partition)))
         self.ranges.enter(partition, RangeState.RUNNING)
         self._commands.carry_out(filter(self._commands.is_ours, self._state.commands_of(partition)))
         log.info(

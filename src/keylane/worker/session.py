@@ -63,6 +63,7 @@ class WorkerSession:
         self.identity = identity
         self.labels = Labels(identity)
         self._source_partitions = partitions
+        self._known_partitions = partitions  # by the source consumer, since it was created
         self.alone = alone
         self._clients: dict[Use, Producer] = {}
         self._replaced: list[Producer] = []  # with results that are not acknowledged yet
@@ -213,7 +214,7 @@ class WorkerSession:
     def view(self, partition: int, plan: TaskPlan) -> StateTopic:
         """The state of one more partition, read to its end with a consumer of its own. Blocks. Raises BrokerError.
 
-        From any thread. The other clients know the partition afterwards, also if it was added to the source.
+        From any thread. The producers know the partition afterwards, also if it was added to the source.
         """
         with self._learning:
             if plan.partitions > self._source_partitions:
@@ -236,13 +237,14 @@ class WorkerSession:
         return found
 
     def _learn_partitions(self) -> None:
-        """Refresh what the clients know of the topics. On their own they do it every few minutes."""
-        load_metadata(self.consumer, self._app.source)
-        if self._state is not None:
-            self._state.learn_partitions()
+        """Refresh what the producers know of the topics. On their own they do it every few minutes."""
         self.writer.learn_partitions()
         for client in list(self._clients.values()):
             load_metadata(client, self._app.dlq)
+
+    def is_new(self, partition: int) -> bool:
+        """Whether the source consumer has to learn of this partition before it can fetch it."""
+        return partition >= self._known_partitions
 
     def forget_state(self) -> None:
         """The ranges of the last epoch have changed: the next one reads everything again."""
@@ -255,8 +257,11 @@ class WorkerSession:
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
 
     def keep_for_next_task(self) -> None:
-        """Leave the session to the next task in this process; close it if it is slow (``alone``)."""
-        if self.alone:
+        """Leave the session to the next task in this process.
+
+        Close it if it is slow (``alone``), or if partitions were added since its clients were created.
+        """
+        if self.alone or self._source_partitions != self._known_partitions:
             self.close()
             return
         _sessions[_session_key(self.settings, self._app, self._source_partitions, self.identity)] = self
