@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client, moment
-from keylane.cli.keys import show_key
-from keylane.cli.layout import counted
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.key_text import show_key
 from keylane.state.admin import AdminClient
 from keylane.topic_names import ledger_topic
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -52,9 +52,11 @@ def verify(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     settings = client(bootstrap, option)
     began = None if since is None else int(moment(since, time.time(), "--since") * 1000)
-    Cluster(settings).partitions(
-        ledger_topic(name), f"the ledger of app {name!r}, topic"
-    )  # before Spark is started
+    Cluster(settings).partitions(  # before Spark is started
+        ledger_topic(name),
+        f"the ledger of app {name!r}, topic",
+        remedy="The app writes it with App(…, ledger=Ledger()), from its next start on",
+    )
     from keylane.spark.spark_session import session  # noqa: PLC0415 - only now Spark is needed
 
     clock = time.monotonic()

@@ -57,9 +57,11 @@ class AppFacts(AppTopicNames):
 
     name: str
     source: str | None
-    sink: str | None = None
+    sinks: tuple[str, ...] = ()
     order: Ordering = KEY
     ledger: bool = False
+    states: bool = False
+    """Whether its stages keep lane state."""
     tasks: int | None = None
     """The most tasks that its options allow; None: no limit."""
     spool: Path | None = None

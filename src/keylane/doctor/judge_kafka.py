@@ -31,18 +31,20 @@ def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     if source is not None and app.source is not None:
         yield from _health("source", app.source, source, cluster.brokers)
         yield from _compaction(app.source, source)
-    if app.sink is not None:
-        sink = cluster.topics.get(app.sink)
+    for name in app.sinks:
+        sink = cluster.topics.get(name)
         if sink is None:
-            yield fault("sink", f"topic {app.sink!r} does not exist", "create it, or correct the app's sink")
+            yield fault("sink", f"topic {name!r} does not exist", "create it, or correct the app's sink")
         else:
-            yield from _health("sink", app.sink, sink, cluster.brokers)
-            yield from _message_size("sink", app.sink, sink, source, 0)
+            yield from _health("sink", name, sink, cluster.brokers)
+            yield from _message_size("sink", name, sink, source, 0)
     yield from _own_topics(app, cluster, source)
 
 
 def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None) -> Iterator[Finding]:
     names = {"dead letters": app.dlq, "state": app.state}
+    if app.states:
+        names["lane state"] = app.lane_state
     if app.ledger:
         names["ledger"] = app.ledger_topic
     for check, name in names.items():
@@ -65,7 +67,7 @@ def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None)
                 "find out what writes to it: only the app and Keylane's own tools may",
             )
         cleanup = (topic.settings or {}).get("cleanup.policy", "")
-        if check == "state" and cleanup and cleanup != "compact":
+        if check in {"state", "lane state"} and cleanup and cleanup != "compact":
             yield fault(
                 check,
                 f"topic {name!r} has cleanup.policy={cleanup}: the state of the app's lanes is deleted in time",
@@ -286,9 +288,9 @@ def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
             "rights", "the cluster has no authorizer, or an authorizer without rules: nothing is restricted"
         )
         return
-    needed = {
+    needed: dict[str | None, set[str]] = {
         app.source: {"READ", "DESCRIBE_CONFIGS"},
-        app.sink: {"WRITE", "DESCRIBE_CONFIGS"},
+        **{sink: {"WRITE", "DESCRIBE_CONFIGS"} for sink in app.sinks},
         app.dlq: {"READ", "WRITE"},
         app.state: {"READ", "WRITE"},
     }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from keylane.engine.counters import MessageCounters
     from keylane.engine.delivery import Delivery
     from keylane.engine.duplicates import Duplicates
+    from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.versions import Versions
@@ -52,6 +53,7 @@ class Acknowledgements:
             tuple[Delivery, Any]
         ] = []  # written by refused(): what was not written, and the errors
         self.versions: Versions | None = None  # written by the engine, once
+        self.states: LaneStates | None = None  # written by the engine, once
         self._table = table
         self._pool = pool
         self._life = life
@@ -109,6 +111,8 @@ class Acknowledgements:
                     self._duplicates.done(delivery)
             if self._attempts:
                 self._attempts.forget_done(done)
+            if self.states is not None:
+                self.states.done(done)
             if self.versions is not None:
                 for delivery in done:
                     self.versions.done(delivery)

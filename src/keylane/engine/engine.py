@@ -33,6 +33,8 @@ from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
+from keylane.engine.lane_batch_runner import LaneBatchRunner
+from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
 from keylane.engine.pipeline import pipeline_of
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.lane_state import ValueStore
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
@@ -98,7 +101,8 @@ class Engine:
     ``max_buffered``; ``used()`` how many are there or on their way.
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
-    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known.
+    epoch of the same task. ``values`` has the committed lane state, for an app with states, and ``record_limit`` is the
+    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known.
     """
 
     def __init__(
@@ -116,6 +120,8 @@ class Engine:
         used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
         duplicates: Duplicates | None = None,
+        values: ValueStore | None = None,
+        record_limit: int = 0,
         source_id: str = "",
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
@@ -221,7 +227,13 @@ class Engine:
                 life=self.life,
             )
             self.stopped_lanes.on_redriven = self.versions.resume
-        self._runner = MessageRunner(
+        self.states: LaneStates | None = None
+        if app.states:
+            self.states = self._acks.states = LaneStates(
+                app, values or MemoryValues(), wall=wall, record_limit=record_limit
+            )
+        runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
+        self._runner = runner(
             app,
             pipeline=self._pipeline,
             table=self.table,
@@ -232,6 +244,7 @@ class Engine:
             stopped_lanes=self.stopped_lanes,
             duplicates=self.duplicates,
             versions=self.versions,
+            states=self.states,
             counters=self.counters,
             clock=self.clock,
             life=self.life,
@@ -364,12 +377,17 @@ class Engine:
             else:
                 among = left
             if self.clock.now() >= deadline:
-                if cut_off or self._batchers or any(step.threads for step in self._pipeline.opened):
+                if cut_off or not self._may_cut_off:
                     return False
                 self._pool.cut_off(left)
                 deadline, cut_off = self.clock.now() + _CUT_OFF_SECONDS, True
             await asyncio.sleep(_RELEASE_LOOK_SECONDS)
         return False
+
+    @property
+    def _may_cut_off(self) -> bool:
+        """Whether every call is of one message, and ends when it is cancelled."""
+        return not any(step.batcher or step.lane_batch or step.threads for step in self._pipeline.opened)
 
     def forget(self, ranges: Mapping[int, Slots]) -> None:
         """Another worker owns these ranges now, and has what was persisted about them."""

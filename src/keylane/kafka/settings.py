@@ -258,6 +258,11 @@ class KafkaSettings:
             )
         return "Is it running, and is the address right? 'keylane broker start' starts one on this machine"
 
+    def unknown_hosts(self) -> str:
+        """The reason when the names of all hosts are unknown; empty if one is known, or if that is not certain."""
+        reasons = [_unknown(address) for address in self.bootstrap.split(",")]
+        return "; ".join(reasons) if all(reasons) else ""
+
     def _on_error(self, error: ClientError) -> None:
         """Keep the reason of a refused connection. Called while a client is polled."""
         if error.code() in _REFUSED:
@@ -288,6 +293,17 @@ def _accepts_connections(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _unknown(address: str) -> str:
+    """Why the address's host has no network address; empty if it has, or if the DNS does not answer now."""
+    host = address.strip().rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:
+        temporary = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+        return "" if temporary else f"the host name {host!r} is not known"
+    return ""
 
 
 def client_settings(bootstrap: str, given: Mapping[str, str]) -> KafkaSettings:

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from keylane.errors import BrokerError
+from keylane.state.fences import HANGING_SECONDS
 from keylane.state.ownership import LEAVING_EVERY_SECONDS, Turn
 from keylane.state.topic import LOAD, part_of
 from keylane.worker.commit import Contributor
@@ -240,21 +241,25 @@ class RangeMover:
 
     async def _is_free(self, partition: int) -> bool:
         """Wait until earlier owners have released the range or are fenced. False if it is not to be taken any more."""
-        began, fenced = time.monotonic(), set[str]()
+        began, fences = time.monotonic(), self._ownership.fences()
         while self.ranges.is_wanted(partition) and self._state.successor is None:
             self._state.poll()
             waited = time.monotonic() - began
             turn = self._ownership.turn(partition, waited)
             if turn is Turn.FREE:
+                await asyncio.to_thread(self._ownership.settle, fences, partition)
                 return True
             if turn is Turn.TAKEN:
                 self.ranges.leave(partition, [self.ranges.slots(partition)], self._plan.epoch)
                 return False
             dead = self._ownership.dead(partition, waited) if turn is Turn.DEAD else {}
-            if new := {owner: who for owner, who in dead.items() if owner not in fenced}:
-                await asyncio.to_thread(self._ownership.fence, new)
-                fenced |= new.keys()
+            if new := {owner: claim for owner, claim in dead.items() if not fences.has(owner, claim)}:
+                await asyncio.to_thread(fences.fence, new)
                 self._ownership.bury(partition, new)
+            if waited > HANGING_SECONDS and not self._ownership.is_visible(partition):
+                log.warning("%s: the claim of partition %d cannot be read", self._owner, partition)
+                self.stuck = True  # a transaction hangs: a worker that starts looks for it
+                return False
             await asyncio.sleep(_LOOK_SECONDS)
         return False
 
