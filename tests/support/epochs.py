@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, Self
+from uuid import uuid4
 
 from keylane import App, Message
 from keylane.kafka.cluster import Cluster
@@ -147,6 +148,7 @@ class Load:
     def __init__(self, log: Log, topic: str, rate: float = 200.0, *, partitions: int = 0) -> None:
         self.sent: list[Any] = []
         self._partitions = partitions  # 0: the client's choice
+        self._name = uuid4().hex.encode()
         self._writer, self._topic, self._rate = Log(log.bootstrap), topic, rate
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._main)
@@ -162,7 +164,7 @@ class Load:
         if self._partitions:
             partition = n % self._partitions
             key = b"p%d-%d" % (partition, n // self._partitions % 5)
-            headers = [("event-id", b"e%d" % n)]
+            headers = [("event-id", b"%s %d" % (self._name, n))]
             return {"key": key, "value": b"%d" % n, "partition": partition, "headers": headers}
         return {"key": b"k%d" % (n % 20), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
 

@@ -344,7 +344,8 @@ class Ownership:
         polite = self._claimant.outlives_task
         return [
             partition
-            for partition in self._owned
+            for partition in self._owned.keys()
+            - self._silent  # else its own release may have been read already
             if self._own(partition) is None
             or any(not (polite and self._waits_for_us(claim)) for claim in self._later(partition))
         ]
@@ -367,7 +368,7 @@ class Ownership:
     def lost(self) -> bool:
         """Whether another worker has claimed some of the slots since."""
         # Without its own claim it was fenced, by the worker that has deleted the claim.
-        return any(self._own(p) is None or self._later(p) for p in self._owned)
+        return any(self._own(p) is None or self._later(p) for p in self._owned.keys() - self._silent)
 
     def lost_by_now(self, cluster: Cluster) -> bool:
         """:attr:`lost`, after reading everything that is committed by now. False if that fails. Blocks."""
