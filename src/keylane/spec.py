@@ -25,6 +25,7 @@ from keylane.policies.breaker import Breaker
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
+from keylane.policies.rate import Rate
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.result import Result
@@ -98,6 +99,8 @@ class StageSpec:
     """Of a batch stage."""
     timer: str | None = None
     """Of a timer's handler: the timer's name."""
+    rate: Rate | None = None
+    per_key: Rate | None = None
     yields: bool = False
     """Whether it is a generator, which yields its results."""
 
@@ -379,6 +382,14 @@ class AppSpec(AppTopicNames):
         return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
 
     @property
+    def moves_ranges(self) -> bool:
+        """Whether its ranges can move between workers one by one.
+
+        Versions and lane state are restored for all ranges together, and lanes over partitions have no ranges.
+        """
+        return self.versions is None and not self.keeps_state and self.order.max_tasks is None
+
+    @property
     def dispatches(self) -> bool:
         """Whether it has handlers instead of stages."""
         return bool(self.stages) and self.stages[0].types is not None
@@ -529,6 +540,8 @@ _STAGE_CHECKS: tuple[_Check, ...] = (
     ("breaker", _maybe(_is(Breaker)), "a Breaker or None"),
     ("timeout", _maybe(_SECONDS), "seconds above 0, or None"),
     ("max_concurrency", _maybe(_is_count(1)), "a whole number of at least 1, or None"),
+    ("rate", _maybe(_is(Rate)), "a Rate, such as Rate(100) or Rate(1000, per=60), or None"),
+    ("per_key", _maybe(_is(Rate)), "a Rate, such as Rate(5) or Rate(10, per=60), or None"),
 )
 _APP_CHECKS: tuple[_Check, ...] = (
     (

@@ -109,6 +109,7 @@ def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
         "failures",
         "events",
         "results",
+        "flow",
         "batching",
         "testing",
         "audit",
@@ -181,12 +182,15 @@ COMMANDS = [
     "dlq",
     "dlq list",
     "dlq redrive",
+    "pause",
+    "resume",
     "plan",
     "lanes",
     "lanes skip",
     "verify",
     "lag",
     "metrics",
+    "console",
 ]
 
 

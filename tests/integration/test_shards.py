@@ -40,7 +40,7 @@ def shop(name: str, folder: Path, commit: Literal["live", "epoch"] = "live") -> 
     app = App(
         name,
         source=f"{name}.in",
-        sink=f"{name}.out",
+        sink=f"{name}.out" if commit == "live" else None,
         observer=HistoryWriter(folder / "history"),
         commit=commit,
     )
@@ -166,23 +166,21 @@ def test_stop_of_a_shard_is_written_to_its_partitions_only(log: Log, name: str) 
     assert {row.partition for row in log.read(f"{name}.state")} == {1, 3}
 
 
-def test_runs_of_other_shards_are_fenced_when_they_commit(
-    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
-) -> None:
+def test_runs_of_other_shards_are_fenced_when_they_commit(log: Log, name: str, tmp_path: Path) -> None:
     """With commit="epoch" the planner commits, under an id that another number of shards does not have."""
     log.create(f"{name}.in", f"{name}.out")
-    sent = log.send(f"{name}.in", load(200))
+    log.send(f"{name}.in", load(200))
     old = Planned(log, shop(name, tmp_path, "epoch"), run="old", shard=SECOND, commit="epoch")
     assert old.plan()
     old.attempt()
     new = Planned(log, shop(name, tmp_path, "epoch"), run="new", commit="epoch")
     with pytest.raises(TakenOverError):
         old.commit()
+    assert log.lag(name, f"{name}.in") == 200, "nothing of it was committed"
     while new.plan():
         new.attempt()
         new.commit()
     assert not log.lag(name, f"{name}.in")
-    judge(sent, allow_repeats=1)
 
 
 def test_shard_leaves_new_partitions_to_a_run_of_the_whole_app(
@@ -234,12 +232,17 @@ def test_shard_that_cannot_run_is_refused(
 ) -> None:
     log.create(f"{name}.in", f"{name}.out", partitions=2)
     app = shop(name, tmp_path)
+    whole = App(name, source=f"{name}.in", order="global", on_failure="block")
+
+    @whole.stage
+    async def one_by_one(msg: Message) -> None: ...
+
     with pytest.raises(SettingsError, match=r"shard 3/8 has no partition: app .* reads 2 partitions"):
         app.start(spark, bootstrap=broker.bootstrap, shard="3/8")
     with pytest.raises(SettingsError, match="option shard: expected a shard such as 3/8"):
         app.start(spark, bootstrap=broker.bootstrap, shard="3 of 8")
     with pytest.raises(SettingsError, match="order='global' has lanes over all partitions"):
-        app.with_order("global").start(spark, bootstrap=broker.bootstrap, shard="1/2")
+        whole.start(spark, bootstrap=broker.bootstrap, shard="1/2")
 
 
 @pytest.mark.timeout(120)
@@ -317,7 +320,8 @@ def test_death_of_a_shard_is_not_noticed_by_another(
             command, ["lag", name, "--json", "--over", "1", "--bootstrap", log.bootstrap]
         )
         found: dict[str, Any] = json.loads(told.stdout)
-        return next(one for one in found["partitions"] if one["partition"] == number)
+        one: dict[str, Any] = next(one for one in found["partitions"] if one["partition"] == number)
+        return one | {"tasks": found["tasks"]}
 
     with Running(tmp_path, *arguments, "--shard", "1/2") as first:
         with Running(tmp_path, *arguments, "--shard", "2/2") as second:
@@ -336,8 +340,9 @@ def test_death_of_a_shard_is_not_noticed_by_another(
         wait_until(
             lambda: log.lag(name, f"{name}.in") <= sum(one.partition % 2 for one in sent), 20, "its share"
         )
-        assert lag_of(1)["state"] == "not running"
-        assert lag_of(0)["state"] in ("idle", "keeping up")
+        found = [lag_of(number) for number in (0, 1)]
+        assert [one["state"] in ("idle", "keeping up") for one in found] == [True, False], found
+        assert found[1]["state"] == "not running", found
         with Running(tmp_path, *arguments, "--shard", "2/2") as again:
             offer(1.0)
             again.until(lambda: not log.lag(name, f"{name}.in"), 60, "the shard continues")

@@ -48,7 +48,7 @@ def processes_of(history: Path) -> set[int]:
 
 
 @pytest.mark.timeout(120)
-def test_plain_spark_work_in_a_worker_with_lanes_disturbs_nothing(
+def test_plain_spark_work_beside_lanes_disturbs_nothing(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     """Spark gives a worker that is free between two epochs to whatever comes next; the app's task then gets another."""
@@ -62,10 +62,10 @@ def test_plain_spark_work_in_a_worker_with_lanes_disturbs_nothing(
         time.sleep(0.1)
         return os.getpid()
 
-    where = udf(pid, "long")
+    where = udf(pid, "long", useArrow=False)
 
     def other_work() -> None:
-        while not over.is_set():
+        while not over.wait(0.2):  # in between the app gets a slot
             others.update(
                 row.pid for row in spark.range(0, 4, 1, 2).select(where("id").alias("pid")).collect()
             )
@@ -104,7 +104,9 @@ def test_two_apps_share_the_workers_of_a_session(
         sent[one] = log.send(f"{one}.in", [event(b"slow", n) for n in range(2)])
         app = app_of(one, tmp_path / one)
         queries[one] = app.start(spark, bootstrap=broker.bootstrap, epoch=1.0 + number / 4, tasks=1)
-    for number in range(80):
+    for one in names:
+        wait_until(lambda one=one: (tmp_path / one / "history").is_dir(), 60, f"{one} runs")  # type: ignore[misc]
+    for number in range(100):
         for one in names:
             sent[one] += log.send(f"{one}.in", [event(b"k%d" % key, number) for key in range(20)])
         time.sleep(0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
@@ -14,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keylane.cli.keys import printable
+from keylane.key_text import printable
 from keylane.logs import as_json
 from keylane.redaction import redact
 from keylane.safe_text import printable_lines
@@ -95,37 +94,6 @@ def block(title: str, text: str) -> None:
     typer.echo(title)
     for line in text.split("\n"):
         typer.echo(f"  {printable(line.expandtabs())}")
-
-
-def brief(error: str, message: str | None) -> str:
-    """Format an error as its class without the module, and its message."""
-    short = error.rpartition(".")[2]
-    return f"{short}: {message}" if message else short
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: ``1 letter``, ``2,000 letters``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def local(seconds: float | None, *, exact: bool = False) -> str:
-    """Format Unix seconds as local time; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    try:
-        at = datetime.fromtimestamp(seconds, UTC).astimezone()
-        return at.replace(tzinfo=None).isoformat(" ", "milliseconds" if exact else "seconds")
-    except (ValueError, OverflowError, OSError):  # a message may carry any time
-        return f"{seconds:g} s"
-
-
-def age(seconds: float) -> str:
-    """Format a duration in its two largest units: ``3 d 4 h``. Never below 0: clocks differ."""
-    whole = max(0, int(seconds))
-    parts = [(whole // 86_400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
-    while len(parts) > 1 and not parts[0][0]:
-        del parts[0]
-    return " ".join(f"{number} {unit}" for number, unit in parts[:2] if number or unit == parts[0][1])
 
 
 class JsonConsole(Console):

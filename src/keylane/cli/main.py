@@ -10,11 +10,13 @@ import typer
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes, topic
 from keylane.cli.bench import bench
+from keylane.cli.console import console
 from keylane.cli.demo import demo
 from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
 from keylane.cli.layout import safe
 from keylane.cli.metrics import metrics
+from keylane.cli.pause import pause, resume
 from keylane.cli.plan import plan
 from keylane.cli.race import race
 from keylane.cli.run import run
@@ -63,9 +65,12 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.add_typer(versions, name="versions")
 app.add_typer(state, name="state")
+app.command()(pause)
+app.command()(resume)
 app.command()(plan)
 app.command()(verify)
 app.command()(lag)
+app.command()(console)
 app.command()(metrics)
 app.command()(doctor)
 app.command(context_settings={"ignore_unknown_options": True})(bench)

@@ -7,10 +7,11 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from keylane.cli.layout import StatusLine, age, say
+from keylane.cli.layout import StatusLine, say
 from keylane.errors import BrokerError
 from keylane.offsets.shard import WHOLE
 from keylane.telemetry.lag import LagMeter
+from keylane.wording import age
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

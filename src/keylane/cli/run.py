@@ -14,10 +14,11 @@ from rich.console import Console
 
 from keylane import logs
 from keylane.cli.arguments import from_files
-from keylane.cli.layout import JsonConsole, counted, say
+from keylane.cli.layout import JsonConsole, say
 from keylane.cli.signals import AbandonedError, StopSignals, last_resort, leave
 from keylane.errors import SettingsError
 from keylane.redaction import redact
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from keylane.cli.runner import RunEnd
@@ -85,6 +86,15 @@ def run(
     metrics_host: Annotated[
         str, typer.Option(help="Address to serve them on; 0.0.0.0 means all addresses of this machine.")
     ] = "127.0.0.1",
+    web_console: Annotated[
+        bool, typer.Option("--console", help="Serve the web console too: see 'keylane console'.")
+    ] = False,
+    console_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --console: its port; 0 takes any free one.")
+    ] = 8600,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="With --console: let its users release, skip and redrive.")
+    ] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,6 +129,7 @@ def run(
 
     \b
     keylane run shop.orders:app --bootstrap localhost:9092
+    keylane run shop.orders:app --console
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
@@ -139,6 +150,8 @@ def run(
         if shard is not None:
             given["shard"] = shard
         given["logFormat"] = log_format
+        if allow_actions and not web_console:
+            raise SettingsError("--allow-actions needs --console")
         if log_format not in logs.FORMATS:
             raise SettingsError(f"--log-format must be text or json, got {log_format}")
         logs.set_up(logging.WARNING, log_format)
@@ -173,6 +186,8 @@ def run(
             metrics_port=metrics_port,
             metrics_host=metrics_host,
             shard=options.shard,
+            console_port=console_port if web_console else None,
+            console_actions=allow_actions,
         )
         result = stopper.guard(runner.run)
     except AbandonedError as left:

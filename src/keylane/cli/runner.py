@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane.cli.console import make_server
 from keylane.cli.layout import say
 from keylane.cli.progress import RunProgress
 from keylane.cli.signals import OVERDUE_EXIT_CODE
@@ -97,6 +98,8 @@ class Runner:
         metrics_port: int | None = None,
         metrics_host: str = HOST,
         shard: Shard = WHOLE,
+        console_port: int | None = None,
+        console_actions: bool = False,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -107,6 +110,7 @@ class Runner:
         self._stopper = stopper
         self._console = console
         self._metrics_port, self._metrics_host = metrics_port, metrics_host
+        self._console_port, self._console_actions = console_port, console_actions
         self._spark: SparkSession | None = None
         self._shard = shard
         self._progress = RunProgress(
@@ -126,6 +130,16 @@ class Runner:
             taken = exporter.serve(self._metrics_port, self._metrics_host)
             exporter.start()
             self._say(f"metrics at http://{self._metrics_host}:{taken}/metrics")
+        if self._console_port is not None:
+            page = make_server(
+                self._settings,
+                [self._app.name],
+                say=self._say,
+                port=self._console_port,
+                allow_actions=self._console_actions,
+            )
+            page.start()  # its threads end with the process
+            self._say(f"console: {page.link}")
         self._progress.begin()
         self._spark = self._session()
         began = time.monotonic()

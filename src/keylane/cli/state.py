@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
-from keylane.cli.keys import parse_key, printable, show_key
 from keylane.engine.lane_state import TIMER, VALUE
 from keylane.errors import KeylaneError
+from keylane.key_text import parse_key, printable, show_key
 from keylane.state.admin import AdminClient
 from keylane.state.lane_values import read_values
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from keylane.engine.output import Output
+    from keylane.engine.pauses import Pauses
     from keylane.engine.stages import Step
     from keylane.message import Message
     from keylane.spec import AppSpec
@@ -54,12 +55,12 @@ class Pipeline:
             delivery.decoded = True
 
 
-def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output) -> Pipeline:
+def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output, pauses: Pauses) -> Pipeline:
     """The pipeline of an app with these opened steps."""
     opened = tuple(steps)
     timers = {step.timer: step for step in opened if step.timer is not None}
     steps = [step for step in opened if step.timer is None]
-    handlers = Dispatcher(app, steps[: len(app.stages)]) if app.dispatches else None
+    handlers = Dispatcher(app, steps[: len(app.stages)], pauses) if app.dispatches else None
     written = app.sink is not None or app.commit == "epoch"
     return Pipeline(
         delivery=_delivery_class(routed=handlers is not None, stateful=app.keeps_state),

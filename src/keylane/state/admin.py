@@ -15,15 +15,24 @@ from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.offsets.identity import TopicIdentity
+from keylane.offsets.murmur2 import partition_of
 from keylane.state.answers import CommandAnswer, decode_command_answer
-from keylane.state.commands import Command, audit_name, new_command_id, operator_name
+from keylane.state.commands import (
+    REASON_CHARACTERS_MAX,
+    Command,
+    audit_name,
+    check_reason,
+    new_command_id,
+    operator_name,
+)
 from keylane.state.labels import Labels
-from keylane.state.topic import StateTopic
+from keylane.state.pauses import PauseRecord, scopes_of
+from keylane.state.topic import Claim, StateTopic
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from keylane.kafka.client import Producer
@@ -71,8 +80,13 @@ class AuditEntry:
     """Number of dead letters named; None: all of the lane, or not a redrive."""
     withdraws: str
     """The id of the command that it cancels; empty if it is not a cancel."""
+    scope: str = ""
+    """Of a pause: what is paused."""
+    stage: str = ""
     who: str
     at: float
+    reason: str
+    """Why it was given; empty if nobody said."""
     open: bool
     answer: CommandAnswer | None
     """None if no task has carried it out: it is still open, or its message is gone."""
@@ -145,6 +159,11 @@ class AdminClient:
         newest = self.plan()
         return self._state.current_plans or ([] if newest is None else [newest])
 
+    def claims(self) -> dict[int, list[Claim]]:
+        """Who owns which slots, by partition, as the owners said last. An owner that has died still has its claim."""
+        self._follow()
+        return {partition: list(found.values()) for partition, found in self._state.owners.items() if found}
+
     def started(self) -> float | None:
         """Unix time when the newest run took the app over; None before the first."""
         return max(self.started_by_partition().values(), default=None)
@@ -176,11 +195,18 @@ class AdminClient:
         return {partition: mark for partition, mark in found.items() if mark is not None}
 
     def open_commands(self) -> list[Command]:
-        """Return the commands that no task has carried out yet, without the cancelled ones."""
+        """Return the commands about lanes that no task has carried out yet, without the cancelled ones.
+
+        A pause holds without a task: see :meth:`pauses`.
+        """
         self._follow()
         withdrawn = {command.withdraws for command in self._state.commands.values()}
         return sorted(
-            (o for o in self._state.commands.values() if o.do != "cancel" and o.id not in withdrawn),
+            (
+                one
+                for one in self._state.commands.values()
+                if one.do not in ("cancel", "pause", "resume") and one.id not in withdrawn
+            ),
             key=lambda command: command.at,
         )
 
@@ -206,7 +232,49 @@ class AdminClient:
                 actions.append(self._action(partition, value, open_ids))
         return sorted(actions, key=lambda action: action.at)
 
+    def pauses(self) -> list[PauseRecord]:
+        """What operators have paused, the oldest first."""
+        self._follow()
+        return sorted(scopes_of(self._state.pauses.values()).values(), key=lambda record: record.at)
+
     # Commands.
+
+    def pause(self, record: PauseRecord, *, timeout: float) -> CommandAnswer | None:
+        """Pause, and wait for a task to say that it knows; None if none does: then the app does not run."""
+        return self._pause("pause", record, record.encode(), timeout)
+
+    def resume(self, record: PauseRecord, *, timeout: float) -> CommandAnswer | None:
+        """End a pause. As :meth:`pause`."""
+        return self._pause("resume", record, None, timeout)
+
+    def withdraw_pause(self, record: PauseRecord) -> None:
+        """Delete a pause that cannot be carried out."""
+        self._write((partition, record.name, None) for partition in self._paused_in(record))
+
+    def _pause(
+        self, do: CommandKind, record: PauseRecord, value: bytes | None, timeout: float
+    ) -> CommandAnswer | None:
+        self._check_planned()
+        partitions = self._paused_in(record)
+        place = partition_of(record.key, self.partitions) if record.key is not None else partitions[0]
+        command = Command(
+            do=do,
+            partition=place,
+            key=record.key,
+            scope=record.kind,
+            stage=record.stage,
+            reason=record.reason,
+            id=new_command_id(),
+            who=record.who,
+            at=record.at,
+        )
+        # Before the command: a task that answers it has read the pause.
+        self._write((partition, record.name, value) for partition in partitions)
+        self.give([command])
+        return self.answer(command, timeout)
+
+    def _paused_in(self, record: PauseRecord) -> list[int]:
+        return list(range(self.partitions)) if record.partition is None else [record.partition]
 
     def command(
         self,
@@ -224,12 +292,19 @@ class AdminClient:
 
     def give(self, commands: Iterable[Command]) -> None:
         """Write these commands. Raises BrokerError when one of them could not be written."""
+        self._check_planned()
+        self._write(record for command in commands for record in _records_of(command))
+
+    def _check_planned(self) -> None:
         self._follow()
         if not self.source:
             raise BrokerError(
                 f"app {self.app!r} has not planned its first epoch yet: there is nothing to give a command for. "
                 "Try again in a moment"
             )
+
+    def _write(self, records: Iterable[tuple[int, bytes, bytes | None]]) -> None:
+        """Write these records: partition, name and value. Raises BrokerError when one could not be written."""
         if self._producer is None:  # created with the first command: it takes half a second to be ready
             self._producer = self._settings.producer(
                 batch_limit=self._cluster.rules([self._topic])[self._topic].limit,
@@ -242,38 +317,22 @@ class AdminClient:
             if error is not None:
                 failed.append(str(error))
 
-        for command in commands:
-            deed = {
-                "do": command.do,
-                "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
-                "partition": command.partition,
-                "offset": command.offset,
-                "letters": None if command.letters is None else len(command.letters),
-                "to": command.to,
-                "withdraws": command.withdraws,
-                "who": command.who,
-                "at": command.at,
-                "id": command.id,
-            }
-            for name, value in (
-                (audit_name(command.id), json.dumps(deed).encode()),
-                (command.name, command.encode()),
-            ):
-                while True:
-                    try:
-                        producer.produce(
-                            self._topic,
-                            value,
-                            name,
-                            partition=command.partition,
-                            headers=[*self._labels.of(name)],
-                            on_delivery=report,
-                        )
-                    except BufferError:  # a million records wait: the broker is slower than this loop
-                        producer.poll(0.1)
-                    else:
-                        break
-                producer.poll(0)
+        for partition, name, value in records:
+            while True:
+                try:
+                    producer.produce(
+                        self._topic,
+                        value,
+                        name,
+                        partition=partition,
+                        headers=[*self._labels.of(name)],
+                        on_delivery=report,
+                    )
+                except BufferError:  # a million records wait: the broker is slower than this loop
+                    producer.poll(0.1)
+                else:
+                    break
+            producer.poll(0)
         left = producer.flush(REQUEST_SECONDS)
         if left or failed:
             raise BrokerError(
@@ -336,8 +395,9 @@ class AdminClient:
 
     @wire.decoder
     def _action(self, partition: int, value: bytes, open_ids: Collection[str]) -> AuditEntry:
+        found = wire.loads(value)
         command_id, do, key, offset, letters, withdraws, who, at = wire.fields(
-            wire.loads(value), "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
+            found, "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
         )
         return AuditEntry(
             id=wire.text(command_id),
@@ -347,8 +407,11 @@ class AdminClient:
             offset=None if offset is None else wire.integer(offset),
             letters=None if letters is None else wire.integer(letters),
             withdraws=wire.text(withdraws, 200),
+            scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
+            stage=wire.text(found.get("stage", "")),
             who=wire.text(who),
             at=wire.seconds(at),
+            reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
             open=command_id in open_ids,
             answer=self._answer(command_id),
         )
@@ -378,6 +441,27 @@ class AdminClient:
             self._restore()
 
 
+def _records_of(command: Command) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """The audit of a command, and the command."""
+    deed = {
+        "do": command.do,
+        "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
+        "partition": command.partition,
+        "offset": command.offset,
+        "letters": None if command.letters is None else len(command.letters),
+        "to": command.to,
+        "withdraws": command.withdraws,
+        "scope": command.scope,
+        "stage": command.stage,
+        "reason": command.reason,
+        "who": command.who,
+        "at": command.at,
+        "id": command.id,
+    }
+    yield command.partition, audit_name(command.id), json.dumps(deed).encode()
+    yield command.partition, command.name, command.encode()
+
+
 def _by_the_app(name: bytes) -> bool:
     """True if this audit record was written by a task that took the command: ``audit/<id>/…``."""
     return name.count(b"/") > 1
@@ -391,8 +475,13 @@ def new_command(
     offset: int | None = None,
     letters: Sequence[int] | None = None,
     to: int | None = None,
+    reason: str = "",
+    who: str | None = None,
 ) -> Command:
-    """Make a command in the name of the user who runs this program. It is not written yet."""
+    """Make a command. ``who`` gives it; by default the user who runs this program. It is not written yet.
+
+    Raises SettingsError for a reason that is too long.
+    """
     return Command(
         do=do,
         partition=partition,
@@ -401,12 +490,13 @@ def new_command(
         letters=None if letters is None else tuple(letters),
         to=to,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 
-def cancel_command(command: Command) -> Command:
+def cancel_command(command: Command, *, reason: str = "", who: str | None = None) -> Command:
     """Make a command that withdraws another one. It is not written yet."""
     return Command(
         do="cancel",
@@ -415,8 +505,9 @@ def cancel_command(command: Command) -> Command:
         offset=command.offset,
         withdraws=command.id,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from keylane import strict_json as wire
+from keylane.errors import SettingsError
+from keylane.safe_text import valid
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -26,6 +28,8 @@ LETTERS = b"command/letters/"
 """Commands about dead letters: redrive."""
 RESET = b"command/reset/"
 """Commands about the versions of an entity."""
+PAUSING = b"command/pause/"
+"""Commands that pause or resume: the pause itself is a record of :mod:`keylane.state.pauses`."""
 CANCEL = b"command/cancel/"
 """Commands that withdraw another command."""
 AUDIT = b"audit/"
@@ -34,7 +38,10 @@ AUDITED_COMMANDS = 10_000
 AUDITED_SECONDS = 3600.0
 """Younger entries are kept, however many there are: someone may still wait for the answer."""
 
-CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
+REASON_CHARACTERS_MAX = 1000
+"""Longest reason of a command."""
+
+CommandKind = Literal["release", "skip", "redrive", "reset", "pause", "resume", "cancel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +63,20 @@ class Command:
     """For a reset: the version after this one is next; None: the entity starts over."""
     withdraws: str = ""
     """The id of the command that a cancel withdraws. Both have the same lane."""
+    scope: str = ""
+    """For a pause: ``app``, ``partition``, ``stage`` or ``key``."""
+    stage: str = ""
+    """For a pause of a stage."""
     id: str
     who: str
     at: float
+    reason: str = ""
+    """Why it was given, in the operator's words."""
 
     @property
     def name(self) -> bytes:
         """The record's key in the state topic."""
-        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL}
+        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL, "pause": PAUSING, "resume": PAUSING}
         return kinds.get(self.do, MESSAGE) + self.id.encode()
 
     def encode(self) -> bytes:
@@ -76,9 +89,12 @@ class Command:
                 "letters": self.letters,
                 "to": self.to,
                 "withdraws": self.withdraws,
+                "scope": self.scope,
+                "stage": self.stage,
                 "id": self.id,
                 "who": self.who,
                 "at": self.at,
+                "reason": self.reason,
             }
         ).encode()
 
@@ -86,8 +102,9 @@ class Command:
 @wire.decoder
 def decode_command(name: bytes, partition: int, value: bytes) -> Command:
     """Decode a command from the state topic. Raises MalformedRecordError."""
+    found = wire.loads(value)
     do, key, offset, letters, to, withdraws, command_id, who, at = wire.fields(
-        wire.loads(value), "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
+        found, "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
     )
     if do not in get_args(CommandKind):
         raise wire.MalformedRecordError(f"expected one of {', '.join(get_args(CommandKind))}, got {do!r:.60}")
@@ -101,9 +118,12 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         letters=None if letters is None else tuple(map(wire.integer, wire.array(letters))),
         to=None if to is None else wire.integer(to),
         withdraws=wire.text(withdraws, 200),
+        scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
+        stage=wire.text(found.get("stage", ""), 1000),
         id=wire.text(command_id, 200),
         who=wire.text(who, 1000),
         at=wire.seconds(at),
+        reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
     )
     if command.name != name:
         raise wire.MalformedRecordError(f"expected the record of this command at {command.name!r:.200}")
@@ -122,6 +142,16 @@ def operator_name() -> str:
     except (KeyError, OSError):  # a container whose user has no name
         user = "?"
     return f"{user}@{socket.gethostname()}"
+
+
+def check_reason(reason: str) -> str:
+    """The reason without white space around it. Raises SettingsError if it is too long."""
+    text = valid(reason.strip())
+    if len(text) > REASON_CHARACTERS_MAX:
+        raise SettingsError(
+            f"expected a reason of at most {REASON_CHARACTERS_MAX} characters, got {len(text):,}"
+        )
+    return text
 
 
 def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> bytes:

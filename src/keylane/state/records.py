@@ -46,6 +46,7 @@ class ClaimRecord(NamedTuple):
     leaving: bool
     epoch: int
     task: int
+    number: int = 0
 
 
 @wire.decoder
@@ -60,6 +61,7 @@ def decode_claim(value: bytes) -> ClaimRecord:
         leaving=wire.boolean(found.get("leaving", False)),
         epoch=wire.integer(found["epoch"]) if "epoch" in found else -1,
         task=wire.integer(found["task"]) if "task" in found else -1,
+        number=wire.integer(found["number"]) if "number" in found else 0,
     )
 
 
@@ -115,6 +117,13 @@ def decode_replan(value: bytes) -> dict[str, Any]:
 def decode_grouped(value: bytes) -> Generation:
     """The generation of the group's offset."""
     return Generation.of(wire.loads(value))
+
+
+@wire.decoder
+def decode_watch(value: bytes) -> float:
+    """Until when somebody looks."""
+    (until,) = wire.fields(wire.loads(value), "until")
+    return wire.seconds(until)
 
 
 @wire.decoder

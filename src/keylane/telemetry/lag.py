@@ -38,6 +38,8 @@ class PartitionLag:
     """None if the group has no committed offset there."""
     hidden: int = 0
     """Offsets behind the end: of transactions that are open, which the group does not see yet."""
+    text: str | None = None
+    """What the app wrote beside its committed offset: :mod:`keylane.offsets.metadata`."""
 
     @property
     def at(self) -> int:
@@ -94,6 +96,7 @@ class LagMeter:
                 end=ends[p],
                 committed=committed[p].offset if p in committed else None,
                 hidden=max(0, written[p] - ends[p]),
+                text=committed[p].text if p in committed else None,
             )
             for p in partitions
         }

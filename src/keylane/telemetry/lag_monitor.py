@@ -18,7 +18,7 @@ from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, p
 from keylane.telemetry.reader import TelemetryLog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from keylane.kafka.oldest_pending import OldestPending
     from keylane.kafka.settings import KafkaSettings
@@ -120,12 +120,20 @@ class _Look:
 class LagMonitor:
     """Measures the lag of a group on a topic; with ``app`` it also reads the telemetry of that app. One thread uses it.
 
-    Rates are over the last ``over`` seconds, and at least over the time between two measurements. Raises BrokerError
-    when no broker answers.
+    Rates are over the last ``over`` seconds, and at least over the time between two measurements. ``listen`` gets the
+    telemetry that is read, from ``since`` seconds ago on. Raises BrokerError when no broker answers.
     """
 
     def __init__(
-        self, settings: KafkaSettings, group: str, topic: str, *, app: bool = True, over: float = 3.0
+        self,
+        settings: KafkaSettings,
+        group: str,
+        topic: str,
+        *,
+        app: bool = True,
+        over: float = 3.0,
+        since: float = 15.0,
+        listen: Callable[[list[Snapshot]], None] = lambda _snapshots: None,
     ) -> None:
         # What other programs' consumers see is not known, so their lag counts to the end of the log, as in other tools.
         self._meter = LagMeter(settings, group, topic, committed=app and settings.reads_committed(""))
@@ -136,6 +144,7 @@ class LagMonitor:
             int, tuple[int, float]
         ] = {}  # ``reached``, and when it was first seen with that value
         self._is_app = app
+        self._listen = listen
         self._operator: AdminClient | None = None
         self._records: TelemetryLog | None = None
         self._totals = Totals(since=time.time())
@@ -145,7 +154,7 @@ class LagMonitor:
             except NeverRanError:
                 app = False
         if app:
-            self._records = TelemetryLog(settings, group)
+            self._records = TelemetryLog(settings, group, seconds=since)
 
     def close(self) -> None:
         """Close all clients."""
@@ -155,10 +164,18 @@ class LagMonitor:
         if self._records is not None:
             self._records.close()
 
+    @property
+    def operator(self) -> AdminClient | None:
+        """The reader of the app's state topic, for the thread that measures; None without such a topic."""
+        return self._operator
+
     def measure(self) -> LagView | None:
         """Measure now; None the first time, because there is nothing to compare with."""
         if self._records is not None:
-            self._totals.take(self._records.catch_up(1.0))
+            # The first answer decides whether an app seems to run, so a busy broker gets more time for it.
+            snapshots = self._records.catch_up(1.0 if self._before else 5.0)
+            self._totals.take(snapshots)
+            self._listen(snapshots)
         offsets, now = self._meter.partitions(), time.monotonic()
         reached = self._reached(offsets)
         for partition, at in reached.items():

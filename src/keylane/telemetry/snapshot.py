@@ -54,7 +54,7 @@ class LaneFigures:
     running: int = 0
     retrying: int = 0
     waiting: int = 0
-    """For a stage whose breaker is open."""
+    """For a stage whose breaker is open, whose rate is used up, or that is paused."""
     blocked: int = 0
     parked: int = 0
 
@@ -108,11 +108,15 @@ class Snapshot:
     partitions: Mapping[int, PartitionFigures]
     breakers: Mapping[str, str] = field(default_factory=dict)
     """By stage: ``closed``, ``open``, ``half_open`` or ``recovering``."""
+    holds: Mapping[str, int] = field(default_factory=dict)
+    """What holds lanes back besides breakers, in words, and how many lanes wait for it: rates and pauses."""
     latency: Histogram = field(default_factory=Histogram)
     """Seconds from a message's timestamp until it was done."""
     processing: Histogram = field(default_factory=Histogram)
     """Seconds from its first attempt until it was done."""
     hot: tuple[HotFigures, ...] = ()
+    wall: str = ""
+    """Every lane with its slot, packed by :mod:`keylane.telemetry.lane_wall`; empty unless somebody looks."""
 
     def encode(self) -> bytes:
         """For :func:`decode`."""
@@ -129,6 +133,8 @@ class Snapshot:
                 value = _plain(value)
             elif one.name == "hot":
                 value = [_plain(hot) for hot in value]
+            elif one.name == "wall" and not value:
+                continue
             found[one.name] = value
         return json.dumps(found, separators=(",", ":")).encode()
 
@@ -147,7 +153,8 @@ def decode(value: bytes | None) -> Snapshot:
         found, "outcomes", "partitions", "breakers", "hot", "lanes", "latency", "processing"
     )
     outcomes = _object(outcomes, _ENTRIES_MAX)
-    plain = _typed(Snapshot, {"shard": str(WHOLE), **_object(found, _ENTRIES_MAX)})
+    wall = wire.text(found.get("wall", ""), _RECORD_BYTES_MAX)
+    plain = _typed(Snapshot, {"shard": str(WHOLE), **_object(found, _ENTRIES_MAX)}, without="wall")
     plain["shard"] = str(Shard.parse(plain["shard"]))
     if not 0 < plain["interval"] <= _INTERVAL_SECONDS_MAX:  # as long as five of them a task counts as running
         raise wire.MalformedRecordError(
@@ -164,9 +171,14 @@ def decode(value: bytes | None) -> Snapshot:
             wire.text(s, _NAME_CHARACTERS_MAX): wire.text(state, _NAME_CHARACTERS_MAX)
             for s, state in _object(breakers, _ENTRIES_MAX).items()
         },
+        holds={  # a record of an earlier version has none
+            wire.text(what, _NAME_CHARACTERS_MAX): wire.integer(waiting)
+            for what, waiting in _object(found.get("holds", {}), _ENTRIES_MAX).items()
+        },
         lanes=LaneFigures(**_typed(LaneFigures, lanes)),
         latency=Histogram.from_json(latency),
         processing=Histogram.from_json(processing),
+        wall=wall,
         hot=tuple(HotFigures(**_typed(HotFigures, one)) for one in wire.array(hot, _ENTRIES_MAX)),
     )
 
@@ -184,9 +196,13 @@ _READERS: dict[str, Callable[[object], object]] = {
 """By the type that a field says it has."""
 
 
-def _typed(kind: type, found: object) -> dict[str, Any]:
+def _typed(kind: type, found: object, without: str = "") -> dict[str, Any]:
     """The fields of plain types."""
-    plain = {one.name: _READERS[str(one.type)] for one in fields(kind) if str(one.type) in _READERS}
+    plain = {
+        one.name: _READERS[str(one.type)]
+        for one in fields(kind)
+        if str(one.type) in _READERS and one.name != without
+    }
     return {
         name: read(value)
         for (name, read), value in zip(plain.items(), wire.fields(found, *plain), strict=True)
