@@ -166,23 +166,21 @@ def test_stop_of_a_shard_is_written_to_its_partitions_only(log: Log, name: str) 
     assert {row.partition for row in log.read(f"{name}.state")} == {1, 3}
 
 
-def test_runs_of_other_shards_are_fenced_when_they_commit(
-    log: Log, name: str, tmp_path: Path, judge: Callable[..., Verdict]
-) -> None:
+def test_runs_of_other_shards_are_fenced_when_they_commit(log: Log, name: str, tmp_path: Path) -> None:
     """With commit="epoch" the planner commits, under an id that another number of shards does not have."""
     log.create(f"{name}.in", f"{name}.out")
-    sent = log.send(f"{name}.in", load(200))
+    log.send(f"{name}.in", load(200))
     old = Planned(log, shop(name, tmp_path, "epoch"), run="old", shard=SECOND, commit="epoch")
     assert old.plan()
     old.attempt()
     new = Planned(log, shop(name, tmp_path, "epoch"), run="new", commit="epoch")
     with pytest.raises(TakenOverError):
         old.commit()
+    assert log.lag(name, f"{name}.in") == 200, "nothing of it was committed"
     while new.plan():
         new.attempt()
         new.commit()
     assert not log.lag(name, f"{name}.in")
-    judge(sent, allow_repeats=1)
 
 
 def test_shard_leaves_new_partitions_to_a_run_of_the_whole_app(

@@ -48,7 +48,7 @@ def processes_of(history: Path) -> set[int]:
 
 
 @pytest.mark.timeout(120)
-def test_plain_spark_work_in_a_worker_with_lanes_disturbs_nothing(
+def test_plain_spark_work_beside_lanes_disturbs_nothing(
     log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, judge: Callable[..., Verdict]
 ) -> None:
     """Spark gives a worker that is free between two epochs to whatever comes next; the app's task then gets another."""

@@ -37,6 +37,7 @@ from keylane.engine.lane_batch_runner import LaneBatchRunner
 from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
+from keylane.engine.pauses import Pauses
 from keylane.engine.pipeline import pipeline_of
 from keylane.engine.refetch import Refetches
 from keylane.engine.runner_pool import RunnerPool
@@ -102,7 +103,8 @@ class Engine:
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
     epoch of the same task. ``values`` has the committed lane state, for an app with states, and ``record_limit`` is the
-    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known.
+    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known. ``share`` is the
+    part of the app's rates that this task has.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Engine:
         values: ValueStore | None = None,
         record_limit: int = 0,
         source_id: str = "",
+        share: float = 1.0,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -140,7 +143,8 @@ class Engine:
         self.counters = MessageCounters()
         self.duplicates = duplicates or Duplicates(app.idempotency, app.order)
         self._attempts = RetryAttempts()
-        self._pipeline = pipeline_of(app, steps, output)
+        self.pauses = Pauses(loop)
+        self._pipeline = pipeline_of(app, steps, output, self.pauses)
         hooks = Hooks(app)
 
         self.refetches = Refetches(
@@ -209,6 +213,7 @@ class Engine:
             hooks=hooks,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             rng=rng,
         )
         self.versions: Versions | None = None
@@ -248,10 +253,15 @@ class Engine:
             counters=self.counters,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             loop=loop,
         )
         self._pool.attach(self._runner.run)
         self.skew = HotKeyDetector(self.table, tell=lambda hot: hooks.call("hot", hot))
+        self.pauses.attach(resume=self._lanes.resume)
+        for step in steps:
+            if step.rate is not None:
+                step.rate.attach(resume=self._lanes.resume, share=share)
         self._batchers = [step.batcher for step in steps if step.batcher is not None]
         for batcher in self._batchers:
             batcher.attach(self.table, alone=app.order is GLOBAL)
@@ -417,9 +427,21 @@ class Engine:
         for step in self._pipeline.opened:
             if step.gate is not None:
                 step.gate.close()
+            if step.rate is not None:
+                step.rate.close()
+        self.pauses.close()
         return not self._pool.stage_survived
 
     # Queries.
+
+    def holds(self) -> dict[str, int]:
+        """What holds lanes back now besides breakers, in words, and how many lanes wait for it: rates and pauses."""
+        found = {
+            f"rate of stage {step.name}": step.rate.waiting
+            for step in self._pipeline.opened
+            if step.rate is not None and step.rate.waiting
+        }
+        return found | self.pauses.holds()
 
     @property
     def resting(self) -> bool:

@@ -47,7 +47,7 @@ class LaneState(Enum):
     RETRYING = "retrying"
     """Its head failed and waits for its backoff, then for its turn."""
     WAITING = "waiting"
-    """Its head needs a stage whose breaker is open."""
+    """Its head needs a stage whose breaker is open, whose rate is used up, or that is paused."""
     STOPPED = "stopped"
     """Nothing in it runs until it is resumed: by an operator, or when a record is durable."""
     RETURNING = "returning"
@@ -293,7 +293,7 @@ class LaneTable(Generic[E]):
         self._stuck(lane, now, until=due)
 
     def suspend(self, lane: Lane[E], now: float) -> None:
-        """The head waits for its stage, whose breaker is open, until :meth:`resume`."""
+        """The head waits for its stage, which may not be called now, until :meth:`resume`."""
         self.running -= 1
         self.waiting += 1
         lane.state = LaneState.WAITING

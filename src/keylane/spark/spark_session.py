@@ -33,7 +33,6 @@ _FORGET = dict.fromkeys(
     (
         "spark.ui.retainedJobs",
         "spark.ui.retainedStages",
-        "spark.ui.retainedTasks",
         "spark.ui.retainedDeadExecutors",
         "spark.sql.ui.retainedExecutions",
         "spark.sql.streaming.ui.retainedQueries",

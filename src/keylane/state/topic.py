@@ -27,6 +27,7 @@ key                       value
 ``command/guard``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
 ``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
 ``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
+``pause/<what>``          what an operator has paused: :mod:`keylane.state.pauses`
 ``watch``                 ``{"until": …}``: until then somebody looks at single lanes
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
 ========================  ==================================================================
@@ -60,6 +61,7 @@ from keylane.offsets.slots import ALL, Slots
 from keylane.policies.versions import decode_mark
 from keylane.state import records
 from keylane.state.commands import AUDIT, COMMAND, Command, decode_command
+from keylane.state.pauses import PAUSE, PauseRecord, decode_pause
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import state_topic
 
@@ -112,7 +114,7 @@ _KINDS = (
         FORMER,
         LOAD,
     ),
-    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], PAUSE[:-1], REST),
 )
 _PARTS = (LOAD, REST, REDRIVEN, VERSIONS, LAYOUT)
 ELSEWHERE = "kl1:@"
@@ -305,6 +307,10 @@ class StateTopic:
         self.malformed: Counter[str] = Counter()
         """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
+        self.pauses: dict[tuple[int, bytes], PauseRecord] = {}
+        """What operators have paused, by partition and name."""
+        self.pause_changes = 0
+        """How often :attr:`pauses` has changed."""
         self.stopped = False
         self.watched_until = 0.0  # unix time: until then, telemetry has every lane
         self.guard_reason = ""  # why the run was stopped
@@ -654,6 +660,9 @@ class StateTopic:
             self._fresh.append(command)
         elif name.startswith(AUDIT):
             self.audits[name] = partition, value
+        elif name.startswith(PAUSE):
+            self.pauses[partition, name] = decode_pause(name, partition, value)
+            self.pause_changes += 1
 
     def _take_back(self, partition: int, name: bytes) -> None:
         if name.startswith(VERSION) and self.versions is not None:
@@ -663,6 +672,7 @@ class StateTopic:
         self.lanes.pop((partition, name), None)
         self.commands.pop((partition, name), None)
         self.audits.pop(name, None)
+        self.pause_changes += self.pauses.pop((partition, name), None) is not None
         self.parts.get(partition, set()).discard(name)
         if _is_part(name, LOAD):
             self.loads.get(partition, {}).pop(_part(name, LOAD), None)

@@ -121,6 +121,8 @@ class CommandExecutor(Contributor):
         for command in fresh.values():
             if command.do == "redrive":
                 self._take_redrive(command)
+            elif command.do in ("pause", "resume"):
+                self._take_pause(command)
             elif command.do == "reset":
                 problem = self._reset(command)
                 log.warning("reset by %s of lane %r: %s", command.who, command.key, problem or "done")
@@ -142,6 +144,23 @@ class CommandExecutor(Contributor):
             command.offset,
             command.key,
             problem or "done",
+        )
+        self._answer(command, ok=problem is None, why=problem or "done")
+
+    def _take_pause(self, command: Command) -> None:
+        """Confirm it: the pause itself is a record, which every task of the app follows."""
+        stages = [stage.name for stage in self._app.stages]
+        problem = None
+        if command.do == "pause" and command.scope == "stage" and command.stage not in stages:
+            problem = f"the app has no stage {command.stage!r}; it has {', '.join(map(repr, stages))}"
+        what = command.stage or (command.key if command.key is not None else command.partition)
+        log.warning(
+            "%s by %s of %s %r: %s",
+            command.do,
+            command.who,
+            command.scope,
+            what,
+            problem or command.reason or "done",
         )
         self._answer(command, ok=problem is None, why=problem or "done")
 

@@ -71,6 +71,7 @@ class CommitLoop:
         while True:
             now = time.monotonic()
             try:
+                writer.check()
                 if self.leaving and now - said > LEAVING_EVERY_SECONDS:
                     said = now
                     self._ownership.leaving()

@@ -32,6 +32,7 @@ from keylane.kafka.fetcher import Fetcher
 from keylane.kafka.rejection import RejectedError, Rejections
 from keylane.offsets.slots import ALL
 from keylane.state.ownership import Claimant, Ownership
+from keylane.state.pauses import scopes_of
 from keylane.worker.commands import CommandExecutor
 from keylane.worker.commit_loop import LAST_COMMIT_TRIES, CommitLoop
 from keylane.worker.epoch_records import EpochRecords, LastRecords
@@ -379,6 +380,7 @@ class LaneWorker:
             values=worker_session.values,
             record_limit=worker_session.rules(app.lane_state).limit,
             source_id=worker_session.identity.source.id,
+            share=plan.share,
         )
         worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail
@@ -399,6 +401,7 @@ class LaneWorker:
         commits.contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
+        engine.pauses.order(scopes_of(state.pauses.values()))
         members: list[RangeMember] = [self._progress, commands]
         for member in members:
             member.take(ownership.owned)
@@ -601,7 +604,11 @@ class LaneWorker:
         """Return when the lanes are to be drained: the run was stopped, the backlog is done, or others take over."""
         assert self._ownership is not None  # noqa: S101 - the lanes begin with it
         assert self._commits is not None  # noqa: S101
+        changes = -1
         while not state.poll() and not self._abandoned.is_set():
+            if state.pause_changes != changes:
+                changes = state.pause_changes
+                engine.pauses.order(scopes_of(state.pauses.values()))
             if self._mover is not None:
                 if self._has_moved_away(self._mover, state):
                     break

@@ -272,9 +272,9 @@ class WorkerSession:
     def keep_for_next_task(self) -> None:
         """Leave the session to the next task in this process.
 
-        Close it if it is slow (``alone``), or if partitions were added since its clients were created.
+        Close it if it is slow (``alone``), writes no more, or has clients from before partitions were added.
         """
-        if self.alone or self._source_partitions != self._known_partitions:
+        if self.alone or self.writer.failed or self._source_partitions != self._known_partitions:
             self.close()
             return
         _sessions[_session_key(self.settings, self._app, self._source_partitions, self.identity)] = self

@@ -70,6 +70,14 @@ class TaskPlan:
         return (self.slots, self.partitions, self.former) == (other.slots, other.partitions, other.former)
 
     @property
+    def share(self) -> float:
+        """The part of the app's rates that this task has: its part of all slots. Those of all tasks add up to 1.
+
+        A slot has one owner at any time, so the rates of owners that come and go never add up to more.
+        """
+        return sum(map(len, self.slots.values())) / (len(ALL) * self.partitions)
+
+    @property
     def slots(self) -> dict[int, Slots]:
         """The task's slots of each partition."""
         return {p: self.cuts.get(p, ALL) for p in self.starts}
