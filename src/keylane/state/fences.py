@@ -160,10 +160,10 @@ class Fences:
         (topic, partition), start = next(iter(places.items()))
         fenced = ", ".join(sorted({owner for owner, _ in self._fenced})) or "none"
         return (
-            f"A transaction is open in {_where(places)}. Transactional ids that were fenced: {fenced}. If it is open for "
-            f"longer than {READABLE_SECONDS:g} s, it hangs, or a live producer keeps it open. See whose it is: {tool} describe-producers --topic {topic} --partition "
-            f"{partition}. If it hangs, abort it: {tool} abort --topic {topic} --partition {partition} --start-offset "
-            f"{start}"
+            f"A transaction is open in {_where(places)}. Transactional ids that were fenced: {fenced}. If it is open "
+            f"for longer than {READABLE_SECONDS:g} s, it hangs, or a live producer keeps it open. See whose it is: "
+            f"{tool} describe-producers --topic {topic} --partition {partition}. If it hangs, abort it: {tool} abort "
+            f"--topic {topic} --partition {partition} --start-offset {start}"
         )
 
 
