@@ -140,7 +140,7 @@ class Fences:
         consumer.close()
         for owner in sorted({owner for owner, _ in self._fenced}):
             log.info(
-                "transactions stay open after the fence, aborting one more in case it hangs transactional_id=%s where=%s",
+                "open after the fence, aborting one more in case it hangs transactional_id=%s where=%s",
                 owner,
                 _where(places) or "the group's offsets",
             )
