@@ -393,7 +393,7 @@ def leave_claim_open(owner: Owner) -> None:
     """What is left of a worker that is killed while it claims."""
     owner.ownership._owned = dict.fromkeys(range(2), owner.slots)
     client = owner.writer._client
-    for partition, name, value in owner.ownership._notes():
+    for partition, name, value in owner.ownership._notes(owner.ownership.owned):
         client.put((owner.state.topic, value, name, partition))
     client._producer.flush(5)
 

@@ -179,6 +179,13 @@ class TransactionalClient:
         self._produce = self._producer.produce
         self._last_offsets: dict[int, int] = {}
 
+    def learn_partitions(self) -> None:
+        """Refresh what the client knows of all topics. Blocks. From any thread. Raises BrokerError."""
+        try:
+            self._producer.list_topics(timeout=REQUEST_SECONDS)
+        except KafkaException as error:
+            raise BrokerError(f"the cluster cannot be asked: {error.args[0].str()}") from error
+
     def begin(self) -> None:
         """Begin a transaction unless one is open. Raises :attr:`failure`."""
         if self.failure is not None:

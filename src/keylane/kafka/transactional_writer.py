@@ -315,6 +315,10 @@ class TransactionalWriter:
         """
         self._new_client = self._connect()
 
+    def learn_partitions(self) -> None:
+        """Refresh what the client knows of its topics: partitions were added. Blocks. Raises BrokerError."""
+        self._client.learn_partitions()
+
     def resume(self) -> None:
         """Continue with the new client."""
         self._client.discard()

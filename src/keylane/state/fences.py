@@ -162,8 +162,8 @@ class Fences:
         return (
             f"A transaction is open in {_where(places)}. Transactional ids that were fenced: {fenced}. If it is open "
             f"for longer than {READABLE_SECONDS:g} s, it hangs, or a live producer keeps it open. See whose it is: "
-            f"{tool} describe-producers --topic {topic} --partition {partition}. If it hangs, abort it: {tool} abort "
-            f"--topic {topic} --partition {partition} --start-offset {start}"
+            f"{tool} describe-producers --topic {topic} --partition {partition}. If it hangs, abort it: "
+            f"{tool} abort --topic {topic} --partition {partition} --start-offset {start}"
         )
 
 
