@@ -44,7 +44,7 @@ KINDS = {
 """Processes by a part of their command line; a program called java is the JVM."""
 WARM_SHARE, WARM_SECONDS_MAX = 0.2, 300.0
 _SAMPLE_SECONDS = 5.0
-_START_SECONDS_MAX = 90.0
+_START_SECONDS_MAX = 180.0
 _SLACK = {"memory_mib": 1.0, "threads": 1.0, "files": 2.0}
 """What a median may differ by without drift: of 5 threads, one more is 20%."""
 

@@ -364,6 +364,14 @@ class AppSpec(AppTopicNames):
         return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
 
     @property
+    def moves_ranges(self) -> bool:
+        """Whether its ranges can move between workers one by one.
+
+        Versions and lane state are restored for all ranges together, and lanes over partitions have no ranges.
+        """
+        return self.versions is None and not self.states and self.order.max_tasks is None
+
+    @property
     def dispatches(self) -> bool:
         """Whether it has handlers instead of stages."""
         return bool(self.stages) and self.stages[0].types is not None

@@ -48,6 +48,7 @@ from keylane.engine.versions import VersionedTable, Versions
 from keylane.errors import KeylaneError
 from keylane.lanes.lane_table import Lane, LaneStatistics, LaneTable
 from keylane.lanes.ordering import GLOBAL
+from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -58,10 +59,17 @@ if TYPE_CHECKING:
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
+    from keylane.lanes.lane_table import Holds
     from keylane.message import Record
+    from keylane.offsets.slots import Slots
     from keylane.offsets.watermark import PartitionProgress
     from keylane.outcome import Outcome
     from keylane.spec import AppSpec
+
+_RELEASE_LOOK_SECONDS = 0.01
+"""Time between two looks whether what has begun of a range that is released has ended."""
+_CUT_OFF_SECONDS = 2.0
+"""Time for which a call that was cancelled, because its range is released, may still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +135,7 @@ class Engine:
         self.wall = wall
         self.source_id = source_id
         self._order = app.order
+        self._slot_of = app.slot_of
         # None where every key is a lane: the hot path.
         self._lane_key = None if app.order.by_key else app.order.lane_key
         self.clock = Clock(loop, wall)
@@ -353,6 +362,55 @@ class Engine:
             return True
         finally:
             await self.abort()
+
+    async def release(self, partition: int, slots: Slots, timeout: float) -> bool:  # noqa: ASYNC109 - a result
+        """Start nothing more of a range, and wait until what has begun of it is durable. Other ranges keep running.
+
+        What has not begun is forgotten, also heads that wait for a retry or are stopped: their attempts and records
+        are kept until :meth:`forget`. Nothing of the range may be accepted any more. What still runs after ``timeout``
+        seconds is cancelled and is not done. Returns False if it does not end then either, or must not be cancelled
+        alone: in a thread, or in a batch with messages of others. Raises the engine's failure.
+        """
+        holds, among = self._holds(partition, slots), None
+        deadline, cut_off = self.clock.now() + timeout, False
+        while not self.draining:
+            removed, left = self.table.shed(holds, self.stopped_lanes.is_pinned, among)
+            self.counters.accepted -= removed
+            self._pool.ensure_runner()
+            self.life.changed()
+            if self.failure.done():
+                self.failure.result()
+            if self.refetches.are_open(holds):
+                among = None
+            elif not left:
+                return True
+            else:
+                among = left
+            if self.clock.now() >= deadline:
+                if cut_off or not self._may_cut_off:
+                    return False
+                self._pool.cut_off(left)
+                deadline, cut_off = self.clock.now() + _CUT_OFF_SECONDS, True
+            await asyncio.sleep(_RELEASE_LOOK_SECONDS)
+        return False
+
+    @property
+    def _may_cut_off(self) -> bool:
+        """Whether every call is of one message, and ends when it is cancelled."""
+        return not any(step.batcher or step.lane_batch or step.threads for step in self._pipeline.opened)
+
+    def forget(self, ranges: Mapping[int, Slots]) -> None:
+        """Another worker owns these ranges now, and has what was persisted about them."""
+        for partition, slots in ranges.items():
+            self._attempts.forget_range(partition, slots)
+            self.stopped_lanes.forget_range(self._holds(partition, slots))
+            self.duplicates.forget_partition(partition)
+
+    def _holds(self, partition: int, slots: Slots) -> Holds:
+        if slots == ALL:
+            return lambda found, _key, _offset: found == partition
+        slot_of = self._slot_of
+        return lambda found, key, offset: found == partition and slot_of(key, offset) in slots
 
     async def abort(self) -> bool:
         """Cancel what runs, without waiting for results. Nothing that was running is done.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
 from keylane.engine.output import SentAloneError
@@ -150,6 +151,11 @@ class MessageRunner:
             except asyncio.CancelledError:
                 if life.stopping:
                     raise
+                if lane in pool.cut:  # its range is released, and this took too long
+                    pool.cut.discard(lane)
+                    self._lanes.retry_after(lane, inf)
+                    lane = None
+                    continue
                 self._failures.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
                 lane = None
             else:

@@ -247,7 +247,9 @@ class TelemetryWriter:
             held=figures.held,
             early=figures.early,
             capacity=self._fetcher.room,
-            partitions={p: self._partition(p, now) for p in self._progress.watermarks},
+            partitions={
+                p: self._partition(p, now) for p in self._progress.watermarks if p in self._fetcher.flows
+            },
             breakers={s.name: s.gate.circuit.state.value for s in self._steps if s.gate is not None},
             holds=dict(islice(engine.holds().items(), _HOLDS_MAX)),
             latency=self._meter.latency,
