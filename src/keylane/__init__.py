@@ -28,6 +28,7 @@ from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_info import FailureInfo
 from keylane.policies.failure_policy import FailedMessage, FailurePolicy
+from keylane.policies.rate import Rate
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
@@ -64,6 +65,7 @@ __all__ = [
     "Outcome",
     "Poison",
     "Publisher",
+    "Rate",
     "ReadModel",
     "ReadModelField",
     "ResourceError",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from keylane.policies.breaker import Breaker
     from keylane.policies.classify import Rule
     from keylane.policies.failure_policy import FailurePolicy, OnFailure
+    from keylane.policies.rate import Rate
     from keylane.policies.versions import VersionOrdering
     from keylane.spark.query import LaneQuery
     from keylane.spec import Commit, Decode, DeliveryMode, Encode, Observer, Reader, Unhandled
@@ -48,6 +49,8 @@ class StageOptions(TypedDict, total=False):
     timeout: float | None
     max_concurrency: int | None
     classify: Rule | None
+    rate: Rate | None
+    per_key: Rate | None
 
 
 class RunOptions(TypedDict, total=False):
@@ -70,7 +73,7 @@ class RunOptions(TypedDict, total=False):
 
 
 _BATCH_WAIT_SECONDS = 0.005
-_STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify")
+_STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify", "rate", "per_key")
 
 
 class App:
@@ -256,6 +259,9 @@ class App:
 
         ``breaker`` opens when too many calls fail; while it is open the lanes that need this stage wait together and
         use up no attempts. ``classify`` is asked before the app's own what kind of failure an exception is.
+
+        ``rate`` limits how many calls of the stage start, in the whole app; each task has the share of it that it has
+        of the source's keys. ``per_key`` limits those of each key. A lane that waits for a rate uses no attempt.
         """
 
         def declare(function: F) -> F:
@@ -395,6 +401,8 @@ class App:
             max_concurrency=options.get("max_concurrency"),
             breaker=options.get("breaker"),
             classify=options.get("classify"),
+            rate=options.get("rate"),
+            per_key=options.get("per_key"),
             types=types,
             batching=batching,
         )

@@ -25,6 +25,7 @@ from keylane.policies.breaker import Breaker
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
+from keylane.policies.rate import Rate
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.result import Result
@@ -92,6 +93,8 @@ class StageSpec:
     """The event types of a handler, none for the one of all others; None for a stage."""
     batching: Batching | None = None
     """Of a batch stage."""
+    rate: Rate | None = None
+    per_key: Rate | None = None
     yields: bool = False
     """Whether it is a generator, which yields its results."""
 
@@ -361,6 +364,14 @@ class AppSpec(AppTopicNames):
         return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
 
     @property
+    def moves_ranges(self) -> bool:
+        """Whether its ranges can move between workers one by one.
+
+        Versions and lane state are restored for all ranges together, and lanes over partitions have no ranges.
+        """
+        return self.versions is None and not self.states and self.order.max_tasks is None
+
+    @property
     def dispatches(self) -> bool:
         """Whether it has handlers instead of stages."""
         return bool(self.stages) and self.stages[0].types is not None
@@ -511,6 +522,8 @@ _STAGE_CHECKS: tuple[_Check, ...] = (
     ("breaker", _maybe(_is(Breaker)), "a Breaker or None"),
     ("timeout", _maybe(_SECONDS), "seconds above 0, or None"),
     ("max_concurrency", _maybe(_is_count(1)), "a whole number of at least 1, or None"),
+    ("rate", _maybe(_is(Rate)), "a Rate, such as Rate(100) or Rate(1000, per=60), or None"),
+    ("per_key", _maybe(_is(Rate)), "a Rate, such as Rate(5) or Rate(10, per=60), or None"),
 )
 _APP_CHECKS: tuple[_Check, ...] = (
     (

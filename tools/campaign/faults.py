@@ -323,6 +323,12 @@ def _commits(scene: Scene, shot: Shot) -> None:
     _weather(scene, shot, Weather(cut=cut), f"commits are cut off {cut} they came to the broker")
 
 
+def _late(scene: Scene, shot: Shot) -> None:
+    _weather(scene, shot, Weather(cut=Cut.LATE), "the ends of transactions come late")
+    if scene.proxy is not None:
+        scene.proxy.deliver_late()  # of ids that have begun no other transaction since
+
+
 def _between(scene: Scene, shot: Shot, do: Callable[[], None]) -> None:
     """Do something while the app is down: stopped in order, or with its driver killed."""
     with scene.lifecycle:
@@ -377,6 +383,7 @@ _DOING: dict[Kind, Callable[[Scene, Shot], None]] = {
     Kind.ORPHAN: _orphan,
     Kind.SLOW: _slow,
     Kind.COMMITS: _commits,
+    Kind.LATE: _late,
     Kind.CHECKPOINT: _checkpoint,
     Kind.OFFSETS: _offsets,
     Kind.RESTART: _restart,

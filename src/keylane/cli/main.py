@@ -16,6 +16,7 @@ from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
 from keylane.cli.layout import safe
 from keylane.cli.metrics import metrics
+from keylane.cli.pause import pause, resume
 from keylane.cli.plan import plan
 from keylane.cli.race import race
 from keylane.cli.run import run
@@ -62,6 +63,8 @@ app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.add_typer(versions, name="versions")
+app.command()(pause)
+app.command()(resume)
 app.command()(plan)
 app.command()(verify)
 app.command()(lag)

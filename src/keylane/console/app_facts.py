@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from keylane.console.history import RECENT_SECONDS, quantile
+from keylane.console.history import RECENT_SECONDS, name_of_task, quantile, task_name
 from keylane.offsets.metadata import decode
 from keylane.safe_text import cut
 from keylane.state.topic import NOTHING
@@ -80,7 +80,7 @@ def app_facts(
 
 
 def detail_facts(
-    view: LagView, plan: dict[str, Any] | None, claims: Mapping[int, Sequence[Claim]]
+    view: LagView, plans: Sequence[Mapping[str, Any]], claims: Mapping[int, Sequence[Claim]]
 ) -> dict[str, Any]:
     """The rest of an app's page."""
     breakers: dict[str, Counter[str]] = {}
@@ -88,10 +88,10 @@ def detail_facts(
         for stage, state in task.breakers.items():
             breakers.setdefault(stage, Counter())[state] += 1
     facts = lag_facts("", "", view)["partitions"]
-    owners: dict[int, list[int]] = {}
+    owners: dict[int, list[str]] = {}
     for task in view.tasks:
         for partition in task.partitions:
-            owners.setdefault(partition, []).append(task.task)
+            owners.setdefault(partition, []).append(task_name(task))
     return {
         "partitions": [
             {
@@ -117,7 +117,7 @@ def detail_facts(
         ],
         "tasks": [
             {
-                "task": task.task,
+                "task": task_name(task),
                 "owner": task.owner,
                 "epoch": task.epoch,
                 "began": task.began,
@@ -130,9 +130,17 @@ def detail_facts(
             for task in view.tasks
         ],
         "plan": None
-        if plan is None
-        else {"run": plan["run"], "epoch": plan["epoch"], "at": plan["at"], "tasks": plan["tasks"]},
-        "run": view.tasks[0].run if view.tasks else None,
+        if not plans
+        else {
+            "epoch": max(plan["epoch"] for plan in plans),
+            "at": max(plan["at"] for plan in plans),
+            "tasks": [
+                {"task": name_of_task(plan["shard"], number), "ranges": ranges}
+                for plan in plans
+                for number, ranges in enumerate(plan["tasks"])
+            ],
+        },
+        "runs": sorted({task.run for task in view.tasks}),
         "order": view.tasks[0].order if view.tasks else None,
         "breakers": {stage: dict(states) for stage, states in breakers.items()},
         "hot": [
@@ -141,7 +149,7 @@ def detail_facts(
                 "partition": hot.partition,
                 "share": hot.share,
                 "waiting": hot.waiting,
-                "task": task.task,
+                "task": task_name(task),
             }
             for task in view.tasks
             for hot in task.hot
@@ -158,7 +166,7 @@ def detail_facts(
             }
             for partition, found in claims.items()
             for claim in found
-            if claim.run == (plan or {}).get("run")
+            if any(claim.run == plan["run"] for plan in plans)
         ],
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keylane.histogram import Histogram
+from keylane.offsets.shard import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,9 +57,9 @@ class AppHistory:
         self._steps: dict[str, OrderedDict[int, Step]] = {name: OrderedDict() for name in SPANS}
         self._lives: OrderedDict[str, Snapshot] = OrderedDict()
         self._ends: dict[int, int] = {}
-        self._run = ""
-        self._epoch = -1
-        self._owners: dict[int, str] = {}
+        self._runs: dict[str, str] = {}  # by shard
+        self._epochs: dict[str, int] = {}
+        self._owners: dict[tuple[str, int], str] = {}  # by shard and task
 
     def take(self, snapshots: Iterable[Snapshot]) -> None:
         """Add what is new in these records."""
@@ -150,18 +151,32 @@ class AppHistory:
             step.stopped = max(step.stopped, stopped)
 
     def _mark(self, snapshot: Snapshot) -> None:
-        if snapshot.run != self._run:
-            if self._run:
-                self.marks.append(Mark(at=snapshot.began, kind="restart", what=f"run {snapshot.run} started"))
-            self._run, self._epoch, self._owners = snapshot.run, snapshot.epoch, {}
-        elif snapshot.epoch > self._epoch:
-            self._epoch = snapshot.epoch
-            self.marks.append(Mark(at=snapshot.began, kind="epoch", what=f"epoch {snapshot.epoch} started"))
-        owner = self._owners.get(snapshot.task)
-        if owner is not None and owner != snapshot.owner and snapshot.epoch >= self._epoch:
-            what = f"task {snapshot.task} is now run by {snapshot.owner}"
+        shard, run, epoch = snapshot.shard, snapshot.run, snapshot.epoch
+        known = self._runs.get(shard)
+        if known != run:
+            if known is not None:
+                self.marks.append(Mark(at=snapshot.began, kind="restart", what=f"run {run} started"))
+            self._runs[shard], self._epochs[shard] = run, epoch
+            self._owners = {place: owner for place, owner in self._owners.items() if place[0] != shard}
+        elif epoch > self._epochs[shard]:
+            self._epochs[shard] = epoch
+            self.marks.append(Mark(at=snapshot.began, kind="epoch", what=f"epoch {epoch} started"))
+        place = shard, snapshot.task
+        owner = self._owners.get(place)
+        if owner is not None and owner != snapshot.owner and epoch >= self._epochs[shard]:
+            what = f"task {task_name(snapshot)} is now run by {snapshot.owner}"
             self.marks.append(Mark(at=snapshot.at, kind="takeover", what=what))
-        self._owners[snapshot.task] = snapshot.owner
+        self._owners[place] = snapshot.owner
+
+
+def task_name(snapshot: Snapshot) -> str:
+    """A task's number, behind its shard if the app has several."""
+    return name_of_task(snapshot.shard, snapshot.task)
+
+
+def name_of_task(shard: str, task: int) -> str:
+    """The same, by its parts."""
+    return str(task) if shard == str(WHOLE) else f"{shard}:{task}"
 
 
 def quantile(step: Step | None, share: float) -> float | None:

@@ -132,11 +132,15 @@ def _owner(reading: Reading, partition: int, slot: int | None) -> dict[str, Any]
     if plan is None:
         return None
     running = {task["task"]: task for task in reading.detail["tasks"]}
-    for number, ranges in enumerate(plan["tasks"]):
-        for text in ranges:
+    for one in plan["tasks"]:
+        for text in one["ranges"]:
             mine = AssignedRange.parse(text)
-            if mine.partition == partition and (slot is None or slot in mine.slots) and number in running:
-                return {"task": number, "owner": running[number]["owner"]}
+            if (
+                mine.partition == partition
+                and (slot is None or slot in mine.slots)
+                and one["task"] in running
+            ):
+                return {"task": one["task"], "owner": running[one["task"]]["owner"]}
     return None
 
 

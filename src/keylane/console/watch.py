@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keylane.console.app_facts import app_facts, detail_facts
-from keylane.console.history import AppHistory
+from keylane.console.history import AppHistory, task_name
 from keylane.errors import BrokerError, KeylaneError
 from keylane.kafka.client import OffsetSpec
 from keylane.kafka.cluster import Cluster
@@ -87,7 +87,7 @@ class AppWatch:
         self._version = 0
         self._look_until = 0.0
         self._asked_to_look = -_LOOK_SECONDS
-        self._walls: dict[int, tuple[float, bytes]] = {}  # by task; replaced, never changed
+        self._walls: dict[str, tuple[float, bytes]] = {}  # by task; replaced, never changed
         self._thread = threading.Thread(target=self._run, name=f"keylane-console-{app}", daemon=True)
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class AppWatch:
         """Somebody looks at the lane wall now: have tasks send their lanes for a while."""
         self._look_until = time.monotonic() + _LOOK_SECONDS / 2
 
-    def wall(self) -> dict[int, tuple[float, bytes]]:
+    def wall(self) -> dict[str, tuple[float, bytes]]:
         """By task: when it sent its lanes, and the lanes as :func:`keylane.telemetry.lane_wall.unpack` gives them."""
         now = time.time()
         return {task: found for task, found in self._walls.items() if now - found[0] < _WALL_SECONDS}
@@ -166,7 +166,7 @@ class AppWatch:
         for one in snapshots:
             if one.wall:
                 with contextlib.suppress(MalformedRecordError):  # any client may have written into the topic
-                    self._walls = {**self._walls, one.task: (one.at, unpack(one.wall))}
+                    self._walls = {**self._walls, task_name(one): (one.at, unpack(one.wall))}
 
     def _keep_looking(self, operator: AdminClient) -> None:
         """Ask the tasks for their lanes while somebody looks."""
@@ -185,7 +185,7 @@ class AppWatch:
         )
         return Reading(
             **self._base(facts),
-            detail=detail_facts(view, operator.plan(), operator.claims()),
+            detail=detail_facts(view, operator.plans(), operator.claims()),
             view=view,
             stopped=stopped,
             attempts=operator.attempts(),

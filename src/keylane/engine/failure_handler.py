@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from keylane.engine.breaker_gate import BreakerOpenError
+from keylane.engine.admission import NotAdmittedError
 from keylane.engine.delivery import FailureState
 from keylane.errors import FailureGuardError, KeylaneError
 from keylane.lanes.lane_record import LaneRecord, LaneStatus, RetryState
@@ -19,6 +19,7 @@ from keylane.outcome import Outcome
 from keylane.policies.classify import FailureKind, classify
 from keylane.policies.failure_guard import FailureRate
 from keylane.policies.failure_info import FAILURES_KEPT, FailedAttempt, FailureInfo
+from keylane.policies.known_errors import asks_all_to_wait
 from keylane.safe_text import valid
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.hooks import Hooks
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stages import Step
@@ -63,9 +65,11 @@ class FailureHandler:
         hooks: Hooks,
         clock: Clock,
         life: Lifecycle,
+        pauses: Pauses,
         rng: Callable[[], float],
     ) -> None:
         self.hooks = hooks
+        self._pauses = pauses
         self._pipeline = pipeline
         self._lanes = lanes
         self._stopped_lanes = stopped_lanes
@@ -88,10 +92,10 @@ class FailureHandler:
         self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
     ) -> None:
         """An attempt at the lane's head raised this error. With ``step`` it failed before that stage was called."""
-        if isinstance(error, BreakerOpenError):
+        if isinstance(error, NotAdmittedError):
             self.ended(delivery, "held")
             delivery.attempts -= 1  # the stage was not reached
-            self._lanes.wait_for_breaker(lane)
+            self._lanes.wait_for_stage(lane)
             error.gate.wait(lane)
             return
         ended = self.ended if step is None else _untold
@@ -100,6 +104,8 @@ class FailureHandler:
         verdict = classify(error, step.rules)
         failure_state = self._note(delivery, step.name, error, wall)
         if verdict.failure is FailureKind.TRANSIENT:
+            if verdict.delay and asks_all_to_wait(error):
+                self._pauses.hold_stage(step.name, min(verdict.delay, step.retry.wait_asked_max))
             wait = step.retry.wait(
                 delivery.attempt, self._rng, elapsed=wall - failure_state.since, asked=verdict.delay
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
 from keylane.engine.output import SentAloneError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from keylane.engine.failure_handler import FailureHandler
     from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.scheduler import LaneScheduler
@@ -49,6 +51,7 @@ class MessageRunner:
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
+        pauses: Pauses,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._observer = app.observer
@@ -65,6 +68,7 @@ class MessageRunner:
         self._counters = counters
         self._clock = clock
         self._life = life
+        self._pauses = pauses
         self._loop = loop
 
     async def run(self) -> None:
@@ -80,6 +84,8 @@ class MessageRunner:
             self._stopped_lanes.redriving,
             self._duplicates.waiting,
         )
+        pauses = self._pauses
+        paused = pauses.active  # almost always empty, too
         versioned, states = self._versions is not None, self._states
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
@@ -120,6 +126,8 @@ class MessageRunner:
                     delivery.decoded = True
                 stage = delivery.stage
                 while stage < last:
+                    if paused:
+                        pauses.check(delivery, steps[stage].name)
                     delivery.value = await steps[stage].call(delivery)
                     stage = delivery.stage = stage + 1
                     delivery.attempt = 1
@@ -143,6 +151,11 @@ class MessageRunner:
             except asyncio.CancelledError:
                 if life.stopping:
                     raise
+                if lane in pool.cut:  # its range is released, and this took too long
+                    pool.cut.discard(lane)
+                    self._lanes.retry_after(lane, inf)
+                    lane = None
+                    continue
                 self._failures.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
                 lane = None
             else:

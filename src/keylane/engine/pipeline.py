@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from keylane.engine.output import Output
+    from keylane.engine.pauses import Pauses
     from keylane.engine.stages import Step
     from keylane.spec import AppSpec
 
@@ -49,9 +50,9 @@ class Pipeline:
             delivery.decoded = True
 
 
-def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output) -> Pipeline:
+def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output, pauses: Pauses) -> Pipeline:
     """The pipeline of an app with these opened steps."""
-    handlers = Dispatcher(app, steps[: len(app.stages)]) if app.dispatches else None
+    handlers = Dispatcher(app, steps[: len(app.stages)], pauses) if app.dispatches else None
     written = app.sink is not None or app.commit == "epoch"
     return Pipeline(
         delivery=_delivery_class(routed=handlers is not None, stateful=bool(app.states)),

@@ -18,6 +18,7 @@ from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
 from keylane.engine.lane_batch_stage import LaneBatchStage
 from keylane.engine.lane_state import StatefulCall, arguments_of
+from keylane.engine.rate_gate import RateGate
 from keylane.engine.results import ResultMaker
 from keylane.errors import ResourceError
 from keylane.handlers.generators import gathered, with_entries_gathered
@@ -56,6 +57,8 @@ class Step:
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
     batcher: Batcher | None = None
     """Of a batch stage: it brings messages together."""
+    rate: RateGate | None = None
+    """Its rate limits at work."""
     lane_batch: LaneBatchStage | None = None
     """Of a batch stage for the messages of one lane."""
 
@@ -187,6 +190,9 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             loop=asyncio.get_running_loop(),
             transient=lambda error: classify(error, rules).failure is FailureKind.TRANSIENT,
         )
+    rate = None
+    if stage.rate is not None or stage.per_key is not None:
+        rate = RateGate(stage.name, stage.rate, stage.per_key, loop=asyncio.get_running_loop(), breaker=gate)
     if stage.batching is not None and stage.batching.of_lane:
         lane_batch = LaneBatchStage(
             stage.name,
@@ -197,6 +203,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             read=read,
             table=stage.takes.table,
             gate=gate,
+            rate=rate,
         )
     elif stage.batching is not None:
         batcher = Batcher(
@@ -211,12 +218,16 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             states=[taken.parameter for taken in stage.takes.states],
         )
         function = _inside_gate(wrapped(batcher.call, app.middleware, stage.name), app, gate)
+        if rate is not None:
+            function = rate.guard(function)
     else:
         function = wrapped(function, app.middleware, stage.name)
         if not stage.is_async:
             function = _retries_limited(function, stage.max_concurrency or STAGE_THREADS_MAX, app.retry_share)
         if gate is not None:
             function = gate.guard(function)
+        if rate is not None:
+            function = rate.guard(function)
         if stage.is_async and stage.max_concurrency is not None:
             # Around the gate: who waits here has not been let in yet.
             function = _limited(function, stage.max_concurrency, app.retry_share)
@@ -230,6 +241,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         gate=gate,
         threads=threads,
         batcher=batcher,
+        rate=rate,
         lane_batch=lane_batch,
     )
 

@@ -13,6 +13,7 @@ from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.engine.version_store import Moves
 from keylane.lanes.lane_record import KEYLESS, LANE, LaneStatus, decode_lane
 from keylane.offsets.range_progress import RangeWatermark
+from keylane.offsets.slots import SLOTS
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class TaskLife:
             values=MemoryValues(world.durable.values),
             wall=loop.time,
             rng=world.rng.random,
+            share=sum(map(len, plan.values())) / (SLOTS * world.log.partitions),
             source_id=f"recreated-{world.first}" if world.first else "",
         )
         self.clerk = CommandClerk(self, app, world)

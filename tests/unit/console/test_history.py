@@ -71,6 +71,19 @@ def test_epochs_restarts_and_takeovers_are_marked() -> None:
     assert [mark.kind for mark in history.marks] == ["epoch", "takeover", "restart"]
 
 
+def test_shards_have_runs_and_epochs_of_their_own() -> None:
+    history = AppHistory(0.0)
+    for at in range(1000, 1010):
+        for shard in ("1/2", "2/2"):
+            run = f"run-{shard}"
+            history.take(
+                [snapshot(at=float(at), run=run, shard=shard, epoch=len(run), life=run, owner=shard)]
+            )
+    assert list(history.marks) == []
+    history.take([snapshot(at=1010.0, run="new", shard="2/2", epoch=0, life="new", owner="x")])
+    assert [mark.kind for mark in history.marks] == ["restart"]
+
+
 def test_history_stays_bounded() -> None:
     history = AppHistory(0.0)
     for number in range(2000):

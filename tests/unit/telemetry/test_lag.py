@@ -24,7 +24,7 @@ from keylane.telemetry import source_topic as source
 from keylane.telemetry.lag import PartitionLag
 from keylane.telemetry.lag_monitor import LagView, PartitionView
 from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, pace_of, work_on
-from keylane.telemetry.lag_words import facts, reasons
+from keylane.telemetry.lag_words import facts, health, reasons
 from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures
 from support.snapshots import histogram, snapshot
 from support.state_log import stopped
@@ -461,7 +461,7 @@ class Cluster:
                 return {}
 
         class Records:
-            def __init__(self, *_: object) -> None: ...
+            def __init__(self, *_: object, **__: object) -> None: ...
             def close(self) -> None: ...
             def catch_up(self, _wait: float) -> list[Snapshot]:
                 told, broker.told = broker.told, []
@@ -626,6 +626,19 @@ def test_lane_blocked_at_a_later_offset_delays_nothing(monkeypatch: pytest.Monke
     assert found.partitions[0].blocked == cluster.lanes[0]
     cluster.committed = 700
     assert cluster.looked().pace is LagTrend.STUCK
+
+
+def test_health_is_one_sentence() -> None:
+    record = stopped(b"k42", offset=1040, since=NOW - 720, partition=0)
+    stuck = first(view(LagTrend.STUCK, LagTrend.KEEPING_UP), blocked=record)
+    assert health(stuck) == "stuck on lane k42: blocked at offset 1040 of partition 0 for 12 min"
+    assert health(view(LagTrend.KEEPING_UP)) == "keeping up"
+    assert health(view(LagTrend.IDLE, lag=0, parked=2)) == "idle; 2 lanes parked"
+    silent = view(LagTrend.NOT_RUNNING, silent=65.0)
+    assert health(silent) == "not running: no task of the app is running; the last one was seen 1 min 5 s ago"
+    assert health(first(view(LagTrend.CATCHING_UP), movement=moved(0, 500, 1000))).startswith(
+        "catching up: about "
+    )
 
 
 def test_shard_that_does_not_run_is_not_hidden_by_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ export function appPage(root, { context, name, query }) {
         h("div.pair", null,
           h("section.card", null, h("h2", null, "Hot keys"), data.hot.length ? table(["Key", "Partition", "#Share", "#Waiting"], data.hot.map((one) => h("tr", null, cells(link(`/apps/${name}/lane?key=${encodeURIComponent(one.key)}`, { class: "row" }, plain(one.key).slice(0, 80)), one.partition, num(`${(one.share * 100).toFixed(1)} %`), num(count(one.waiting)))))) : empty("No key has more than its share.")),
           h("section.card", null, h("h2", null, "Stages with a breaker"), Object.keys(data.breakers).length ? table(["Stage", "Breaker, by task"], Object.entries(data.breakers).map(([stage, states]) => h("tr", null, cells(plain(stage), Object.entries(states).map(([one, number]) => h("span", { class: `pill ${one === "closed" ? "good" : "bad"}` }, `${one === "closed" ? "●" : "▲"} ${one.replace("_", " ")} × ${number}`)))))) : empty("No stage has a breaker."),
-            data.run ? h("p.small", null, `run ${plain(data.run)}, order by ${plain(data.order)}, epoch ${count(data.plan?.epoch)} planned ${data.plan ? `${ago(data.plan.at)} (${clock(data.plan.at)})` : ""}`) : null)));
+            data.runs.length ? h("p.small", null, `run ${plain(data.runs.join(", "))}, order by ${plain(data.order)}, epoch ${count(data.plan?.epoch)} planned ${data.plan ? `${ago(data.plan.at)} (${clock(data.plan.at)})` : ""}`) : null)));
     },
     close() { closed = true; clearTimeout(timer); },
   };

@@ -21,17 +21,18 @@ function parse(text) {
 }
 
 export function ring(data) {
-  const tasks = data.plan.tasks.map((ranges) => ranges.map(parse));
+  const tasks = data.plan.tasks.map((one) => one.ranges.map(parse));
+  const names = data.plan.tasks.map((one) => one.task);
   const partitions = [...new Set(tasks.flat().map((one) => one.partition))].sort((a, b) => a - b).slice(0, 12);
   const size = 420, middle = size / 2, outer = 190, deep = Math.min(34, 130 / Math.max(1, partitions.length));
   const leaving = (data.claims || []).filter((one) => one.leaving);
   const rings = partitions.map((partition, row) => {
     const [far, near] = [outer - row * deep, outer - (row + 1) * deep + 2];
     return [tasks.flatMap((ranges, task) => ranges.filter((one) => one.partition === partition).map((one) =>
-      h("path", { class: `arc ${TONES[task % TONES.length]}`, d: arc(middle, middle, near, far, one.first / SLOTS, (one.last + 1) / SLOTS) }, h("title", null, `partition ${partition}, slots ${one.first} to ${one.last}: task ${task}`)))),
+      h("path", { class: `arc ${TONES[task % TONES.length]}`, d: arc(middle, middle, near, far, one.first / SLOTS, (one.last + 1) / SLOTS) }, h("title", null, `partition ${partition}, slots ${one.first} to ${one.last}: task ${names[task]}`)))),
     tasks.flatMap((ranges, task) => ranges.filter((one) => one.partition === partition && one.last - one.first > SLOTS / 24).map((one) => {
       const angle = ((one.first + one.last) / 2 / SLOTS) * 2 * Math.PI, radius = (far + near) / 2;
-      return h("text.owner", { x: middle + radius * Math.sin(angle), y: middle - radius * Math.cos(angle) + 4, "text-anchor": "middle" }, task);
+      return h("text.owner", { x: middle + radius * Math.sin(angle), y: middle - radius * Math.cos(angle) + 4, "text-anchor": "middle" }, names[task]);
     })),
     leaving.filter((one) => one.partition === partition).map((one) => h("path", { class: "arc drain", d: arc(middle, middle, near, far, one.first / SLOTS, (one.last + 1) / SLOTS) }, h("title", null, `${plain(one.who)} drains slots ${one.first} to ${one.last} of partition ${partition}`))),
     h("text.tick", { x: middle + 3, y: middle - far + 11 }, `p${partition}`)];
@@ -39,7 +40,7 @@ export function ring(data) {
   return h("figure.card.chartbox", null, h("figcaption", null, h("span.title", null, "The ring"), h("span.note", null, "65,536 slots of keys, a circle for each partition, coloured and numbered by task")),
     h("svg.ring", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": `${data.plan.tasks.length} tasks share ${partitions.length} partitions` }, rings,
       h("text.centre", { x: middle, y: middle - 4, "text-anchor": "middle" }, count(data.plan.tasks.length)), h("text.tick", { x: middle, y: middle + 14, "text-anchor": "middle" }, data.plan.tasks.length === 1 ? "task" : "tasks")),
-    h("ul.legendlist", null, tasks.map((ranges, task) => h("li", null, h("i", { class: `box ${TONES[task % TONES.length]}` }), ` task ${task}: `, ranges.slice(0, 12).map((one) => (one.last - one.first === SLOTS - 1 ? `p${one.partition}` : `p${one.partition} slots ${one.first}–${one.last}`)).join(", "), ranges.length > 12 ? " …" : "")),
+    h("ul.legendlist", null, tasks.map((ranges, task) => h("li", null, h("i", { class: `box ${TONES[task % TONES.length]}` }), ` task ${names[task]}: `, ranges.slice(0, 12).map((one) => (one.last - one.first === SLOTS - 1 ? `p${one.partition}` : `p${one.partition} slots ${one.first}–${one.last}`)).join(", "), ranges.length > 12 ? " …" : "")),
       leaving.map((one) => h("li", null, h("i.box.drain"), ` draining: ${plain(one.who)} finishes slots ${one.first}–${one.last} of p${one.partition} before it gives them up`))));
 }
 

@@ -1,14 +1,15 @@
-// The lane wall: every busy lane as a cell at its key's slot, a band for each task, coloured by state. Cells flash when
-// their state changes, and fade. Drawn into an image of one pixel per cell, so that 60 frames a second cost little.
+// The lane wall: every busy lane as a cell at its key's slot, a band for each task, coloured by state. Cells of
+// lanes that have just finished fade. Drawn into an image of one pixel per cell, so that 60 frames a second cost little.
 
 import { get } from "./api.js";
 import { h, render } from "./dom.js";
-import { count } from "./format.js";
+import { count, counted } from "./format.js";
 import { problem } from "./widgets.js";
 
 const SLOTS = 65536;
 const COLUMNS = 512;
 const ROWS = SLOTS / COLUMNS;
+const SPARSE = [[6000, 2], [1500, 4]]; // below so many lanes, cells are so many times larger
 const POLL_MS = 1000;
 const FADE_MS = 900;
 // Okabe and Ito's colours; the order says what hides what when two lanes share a cell.
@@ -24,7 +25,7 @@ const LOOKS = {
 
 export function wallOf(root, name) {
   let closed = false, timer = null, failed = null, only = null, frames = 0, since = performance.now(), perSecond = 0;
-  let states = [], tasks = [], total = 0;
+  let states = [], tasks = [], total = 0, factor = 1;
   const bands = new Map();
   const canvas = h("canvas.wall", { role: "img", "aria-label": "lane wall", tabindex: "0" });
   const legend = h("div.legend"), says = h("div"), hint = h("span.small");
@@ -69,7 +70,10 @@ export function wallOf(root, name) {
       band.cells = fresh;
     }
     for (const task of [...bands.keys()]) if (!seen.has(task)) bands.delete(task);
-    render(hint, tasks.length ? `${count(total)} lanes have messages` : "waiting for the tasks: they send their lanes only while somebody looks");
+    const size = SPARSE.reduce((found, [most, one]) => (total < most ? one : found), 1);
+    const less = SPARSE.reduce((found, [most, one]) => (total < most * 0.8 ? one : found), 1);
+    factor = size < factor ? size : less > factor ? less : factor; // not back and forth
+    render(hint, tasks.length ? `${counted(total, "lane")} with messages` : "waiting for the tasks: they send their lanes only while somebody looks");
     render(legend, states.map((state, index) => h("button.statekey", { type: "button", "aria-pressed": only === index ? "true" : "false", title: "Show only these", on: { click: () => { only = only === index ? null : index; } } },
       h("i.box", { css: { background: `rgb(${LOOKS[state].colour})` } }), ` ${LOOKS[state].word} `, h("b", null, count(counts[index])))));
     canvas.setAttribute("aria-label", `lane wall: ${states.map((state, index) => `${count(counts[index])} ${LOOKS[state].word}`).join(", ")}`);
@@ -81,30 +85,31 @@ export function wallOf(root, name) {
     if (closed) return;
     frames += 1;
     if (now - since > 1000) { perSecond = Math.round((frames * 1000) / (now - since)); canvas.dataset.fps = perSecond; canvas.dataset.lanes = total; frames = 0; since = now; }
-    const shown = [...bands.entries()].sort((a, b) => a[0] - b[0]);
-    const number = Math.max(1, shown.length);
-    const deep = Math.max(8, Math.floor(ROWS / number)), gap = number > 1 ? 2 : 0;
+    const shown = [...bands.entries()].sort((a, b) => String(a[0]).localeCompare(String(b[0]), "en", { numeric: true }));
+    const number = Math.max(1, shown.length), columns = COLUMNS / factor;
+    const deep = Math.max(8, Math.floor(ROWS / factor / number)), gap = number > 1 ? 1 : 0;
     const tall = number * deep + (number - 1) * gap;
-    if (image.width !== COLUMNS || image.height !== tall) { image.width = COLUMNS; image.height = tall; }
+    if (image.width !== columns || image.height !== tall) { image.width = columns; image.height = tall; }
     const inner = image.getContext("2d");
-    const pixels = inner.createImageData(COLUMNS, tall);
+    const pixels = inner.createImageData(columns, tall);
     const data = new Uint32Array(pixels.data.buffer);
+    const ranks = new Int8Array(columns * tall).fill(-2);
     const dark = getComputedStyle(document.body).color.match(/\d+/g)[0] > 128;
-    const ground = dark ? 0xff342a1f : 0xfff5f2ee;
+    const ground = dark ? 0xff342a1f : 0xfff5f2ee, faded = dark ? 0xff564838 : 0xffd8d0c8;
     const packed = states.map((state) => { const [r, g, b] = LOOKS[state].colour; return 0xff000000 | (b << 16) | (g << 8) | r; });
+    const rank = states.map((state) => LOOKS[state].rank);
     shown.forEach(([, band], place) => {
       const top = place * (deep + gap);
-      data.fill(ground, top * COLUMNS, (top + deep) * COLUMNS);
+      data.fill(ground, top * columns, (top + deep) * columns);
       for (let slot = 0; slot < SLOTS; slot += 1) {
         const cell = band.cells[slot];
-        const fresh = now - band.changed[slot];
-        if (cell === 0 && fresh > FADE_MS) continue;
+        if (cell === 0 && now - band.changed[slot] > FADE_MS) continue;
         if (only !== null && cell !== only + 1) continue;
-        const at = (top + Math.floor(((slot / COLUMNS) | 0) * deep / ROWS)) * COLUMNS + (slot % COLUMNS);
-        if (cell !== 0) {
-          const under = data[at];
-          if (under === ground || fresh < FADE_MS / 2) data[at] = packed[cell - 1];
-        } else if (data[at] === ground) data[at] = dark ? 0xff564838 : 0xffd8d0c8;
+        const at = (top + Math.floor((((slot / COLUMNS) | 0) * deep) / ROWS)) * columns + Math.floor((slot % COLUMNS) / factor);
+        const mine = cell === 0 ? -1 : rank[cell - 1];
+        if (mine <= ranks[at]) continue; // the worst of a cell's lanes shows
+        ranks[at] = mine;
+        data[at] = cell === 0 ? faded : packed[cell - 1];
       }
     });
     if (!shown.length) data.fill(ground);
@@ -118,7 +123,7 @@ export function wallOf(root, name) {
 
   canvas.onpointermove = (event) => {
     const box = canvas.getBoundingClientRect();
-    const shown = [...bands.entries()].sort((a, b) => a[0] - b[0]);
+    const shown = [...bands.entries()].sort((a, b) => String(a[0]).localeCompare(String(b[0]), "en", { numeric: true }));
     if (!shown.length) return;
     const band = Math.min(shown.length - 1, Math.floor(((event.clientY - box.top) / box.height) * shown.length));
     const within = ((event.clientY - box.top) / box.height) * shown.length - band;
