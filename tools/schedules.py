@@ -34,6 +34,7 @@ from keylane import (
     Result,
     Retry,
     State,
+    Timers,
     Transient,
     VersionOrdering,
 )
@@ -182,6 +183,11 @@ def stateful(seed: int) -> bool:
     return random.Random(f"state {seed}").random() < 0.4
 
 
+def timed(seed: int) -> bool:
+    """Whether its stages set timers, too."""
+    return random.Random(f"timers {seed}").random() < 0.5
+
+
 def make_app(rng: random.Random, shape: Shape, flow: Flow) -> App:
     """The app of a run: stages that fail by chance, the same for the same seed."""
     sick = rng.choice((0.1, 0.2) if shape.storm else (0.0, 0.03, 0.1, 0.2))
@@ -246,12 +252,21 @@ def make_app(rng: random.Random, shape: Shape, flow: Flow) -> App:
     if stateful(shape.seed):
 
         @app.stage
-        async def remember(msg: Message, seen: State[list[int]], count: State[int]) -> bytes:
+        async def remember(msg: Message, seen: State[list[int]], count: State[int], timers: Timers) -> bytes:
             seen.value.append(int(msg.value))
             count.value += 1
+            if timed(shape.seed):
+                timers.set("echo", after=chance(msg, 6) * 0.5, value=int(msg.value))
             if chance(msg, 5) < 0.03 and msg.attempt == 1:
                 raise Transient("after the change")
             return bytes(msg.value)
+
+        @app.on_timer("echo")
+        async def echo(msg: Message, fired: State[list[int]]) -> None:
+            await asyncio.sleep(chance(msg, 7) * 0.05)
+            fired.value.append(msg.value)
+            if msg.attempt == 1 and chance(msg, 8) < 0.1:
+                raise Transient("again")
 
     @app.stage
     async def first(msg: Message) -> bytes:
@@ -354,6 +369,7 @@ def run(seed: int) -> Counter[str]:
     facts["runs with rates"] = bool(flow.rate or flow.per_key)
     facts["pauses"] = len(flow.holds)
     facts["with state"] = stateful(seed) and not flow.batches
+    facts["with timers"] = facts["with state"] and timed(seed)
     facts["recuts"] = sum(isinstance(each, Recut) for each in shape.breaks)
     for dead in result.dead:
         facts[f"{dead.kind} letters"] += 1
@@ -483,6 +499,11 @@ def judge_states(
         assert in_order == [n for n in numbers if n in set(in_order)], (
             f"state of {key!r} is out of order: {seen}"
         )
+        if timed(shape.seed):
+            fired: list[int] = result.states.get(key, {}).get("fired", [])
+            again = {number for number in fired if fired.count(number) > seen.count(number)}
+            assert not again, f"timers of {key!r} fired too often: {again} in {fired}, set by {seen}"
+            assert fired[-1:] == seen[-1:], f"the last timer of {key!r} did not fire: {fired}, set by {seen}"
         if shape.delivery == "exactly_once":
             assert seen == written.get(key, []), f"state and results of {key!r} disagree: {seen}"
 

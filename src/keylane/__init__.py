@@ -18,6 +18,7 @@ from keylane.errors import (
 from keylane.handlers.fields import Field
 from keylane.handlers.middleware import CallNext
 from keylane.handlers.state import State
+from keylane.handlers.timers import Timer, Timers
 from keylane.lanes.heavy_hitters import HotKey
 from keylane.lanes.ordering import ByField, ByHeader, Ordering
 from keylane.ledger import Ledger
@@ -76,6 +77,8 @@ __all__ = [
     "SinkResult",
     "State",
     "Telemetry",
+    "Timer",
+    "Timers",
     "Transient",
     "Undelivered",
     "VersionOrdering",

@@ -62,6 +62,10 @@ _NAME_CHARACTERS_MAX = 240
 _BUFFERED_MESSAGES_LIMIT = 10_000_000
 
 
+_COMPUTED = ("states", "keeps_state")
+"""Properties of an app that are computed again where it is unpickled."""
+
+
 class Observer(Protocol):
     """Called at the start and the end of every attempt, on the task's loop: it must be quick and must not raise.
 
@@ -93,6 +97,8 @@ class StageSpec:
     """The event types of a handler, none for the one of all others; None for a stage."""
     batching: Batching | None = None
     """Of a batch stage."""
+    timer: str | None = None
+    """Of a timer's handler: the timer's name."""
     rate: Rate | None = None
     per_key: Rate | None = None
     yields: bool = False
@@ -159,6 +165,8 @@ class AppSpec(AppTopicNames):
     hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
     middleware: tuple[Middleware, ...] = ()
     """Around every attempt, the first one outermost."""
+    timers: Mapping[str, StageSpec] = field(default_factory=dict)
+    """The handlers of timers, by the timers' names."""
     state_options: Mapping[str, StateSpec] = field(default_factory=dict)
     """Options of states, by name."""
     custom_sink: Sink | None = None
@@ -319,10 +327,11 @@ class AppSpec(AppTopicNames):
     def __getstate__(self) -> dict[str, Any]:
         """Read-only views of dicts cannot be pickled; the dicts can."""
         return {
-            **{name: value for name, value in self.__dict__.items() if name != "states"},  # computed again
+            **{name: value for name, value in self.__dict__.items() if name not in _COMPUTED},
             "resources": dict(self.resources),
             "hooks": dict(self.hooks),
             "state_options": dict(self.state_options),
+            "timers": dict(self.timers),
         }
 
     def slot_of(self, key: bytes | None, offset: int) -> int:
@@ -334,7 +343,7 @@ class AppSpec(AppTopicNames):
     def states(self) -> Mapping[str, StateSpec]:
         """The states that its stages and handlers take, by name. Raises :class:`SettingsError` if two types differ."""
         found: dict[str, StateSpec] = {}
-        for stage in self.stages:
+        for stage in (*self.stages, *self.timers.values()):
             for taken in stage.takes.states:
                 known = found.get(taken.state)
                 if (
@@ -359,6 +368,15 @@ class AppSpec(AppTopicNames):
                 )
         return MappingProxyType(found)
 
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether its stages or handlers take states or timers."""
+        return bool(self.timers) or any(stage.takes.keeps_state for stage in self.stages)
+
+    def with_timer(self, timer: str, handler: StageSpec) -> AppSpec:
+        """The same app with one handler of a timer more."""
+        return replace(self, timers=MappingProxyType({**self.timers, timer: handler}))
+
     def with_state_options(self, options: StateSpec) -> AppSpec:
         """The same app with the options of one state."""
         return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
@@ -369,7 +387,7 @@ class AppSpec(AppTopicNames):
 
         Versions and lane state are restored for all ranges together, and lanes over partitions have no ranges.
         """
-        return self.versions is None and not self.states and self.order.max_tasks is None
+        return self.versions is None and not self.keeps_state and self.order.max_tasks is None
 
     @property
     def dispatches(self) -> bool:
@@ -395,7 +413,7 @@ class AppSpec(AppTopicNames):
                         f"which is not a resource declared before it{_near(need, known)}"
                     )
             known.append(resource.name)
-        for stage in self.stages:
+        for stage in (*self.stages, *self.timers.values()):
             for need in stage.resources:
                 if need not in known:
                     what = "stage" if stage.types is None else "handler"
@@ -430,14 +448,14 @@ class AppSpec(AppTopicNames):
         for name in self.state_options:
             if name not in states:
                 raise SettingsError(f"{where}: no stage takes the state {name!r}{near(name, list(states))}")
-        if states and not self.order.has_lanes:
+        if self.keeps_state and not self.order.has_lanes:
             raise SettingsError(
-                f"{where}: a state belongs to a lane, and with order={self.order!r} there are none"
+                f"{where}: a state or timer belongs to a lane, and with order={self.order!r} there are none"
             )
-        if states and self.commit == "epoch":
+        if self.keeps_state and self.commit == "epoch":
             raise SettingsError(
-                f"{where}: commit='epoch' does not work with states: a state changes when its message is done, and "
-                "there nothing is done before Spark has the whole epoch"
+                f"{where}: commit='epoch' does not work with states and timers: a state changes when its message is "
+                "done, and there nothing is done before Spark has the whole epoch"
             )
 
     def _check_lane_batches(self) -> None:
@@ -447,7 +465,7 @@ class AppSpec(AppTopicNames):
             for what, given in (
                 ("versions=", self.versions is not None),
                 ("middleware", bool(self.middleware)),
-                ("a State", bool(stage.takes.states)),
+                ("a State", stage.takes.keeps_state),
             ):
                 if given:
                     raise SettingsError(

@@ -115,6 +115,7 @@ def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
         "audit",
         "telemetry",
         "choosing",
+        "state",
         "extending",
     )
     for document in (f"docs/{name}.md" for name in documents):

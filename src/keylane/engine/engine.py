@@ -43,6 +43,7 @@ from keylane.engine.refetch import Refetches
 from keylane.engine.runner_pool import RunnerPool
 from keylane.engine.scheduler import LaneScheduler
 from keylane.engine.stopped_lanes import StoppedLanes
+from keylane.engine.timers import TimerQueue
 from keylane.engine.version_store import VersionStore
 from keylane.engine.versions import VersionedTable, Versions
 from keylane.errors import KeylaneError
@@ -233,9 +234,24 @@ class Engine:
             )
             self.stopped_lanes.on_redriven = self.versions.resume
         self.states: LaneStates | None = None
-        if app.states:
+        self.timers: TimerQueue | None = None
+        if app.keeps_state:
             self.states = self._acks.states = LaneStates(
                 app, values or MemoryValues(), wall=wall, record_limit=record_limit
+            )
+        if app.timers and self.states is not None:
+            self.timers = self._acks.timers = failures.timers = self.states.timers = TimerQueue(
+                app,
+                self.states,
+                engine=self,
+                table=self.table,
+                lanes=self._lanes,
+                acks=self._acks,
+                stopped_lanes=self.stopped_lanes,
+                output=output,
+                clock=self.clock,
+                life=self.life,
+                loop=loop,
             )
         runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
         self._runner = runner(
@@ -250,6 +266,7 @@ class Engine:
             duplicates=self.duplicates,
             versions=self.versions,
             states=self.states,
+            timers=self.timers,
             counters=self.counters,
             clock=self.clock,
             life=self.life,
@@ -277,6 +294,8 @@ class Engine:
         """Restore what was persisted: attempts by partition and offset, stopped lanes, lanes to be redriven."""
         self._attempts.restore(kept)
         self.stopped_lanes.restore(lanes, held)
+        if self.timers is not None:
+            self.timers.begin()
 
     def note_done_before(self, records: Iterable[Record]) -> None:
         """Records that were done before a restart and are read again, so that what repeats them is recognised.
@@ -422,6 +441,8 @@ class Engine:
         self._lanes.close()
         self.capacity.close()
         self.clock.close()
+        if self.timers is not None:
+            self.timers.close()
         if self.versions is not None:
             self.versions.close()
         for step in self._pipeline.opened:
@@ -448,7 +469,8 @@ class Engine:
         """Whether nothing is left to do, except in stopped lanes."""
         if self.promised or not self.clock.idle or (self.versions is not None and not self.versions.resting):
             return False
-        return self.held == 0 or (self.table.quiet and not self.table.unsettled)
+        idle = self.held == 0 and (self.timers is None or not self.timers.in_flight)
+        return idle or (self.table.quiet and not self.table.unsettled)
 
     @property
     def draining(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from keylane.engine.admission import NotAdmittedError
-from keylane.engine.delivery import FailureState
+from keylane.engine.delivery import FailureState, TimerDelivery
 from keylane.errors import FailureGuardError, KeylaneError
 from keylane.lanes.lane_record import LaneRecord, LaneStatus, RetryState
 from keylane.logs import short, where
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stages import Step
     from keylane.engine.stopped_lanes import StoppedLanes
+    from keylane.engine.timers import TimerQueue
     from keylane.lanes.lane_table import Lane
     from keylane.policies.breaker import CircuitState
     from keylane.policies.failure_policy import FailurePolicy
@@ -69,6 +70,7 @@ class FailureHandler:
         rng: Callable[[], float],
     ) -> None:
         self.hooks = hooks
+        self.timers: TimerQueue | None = None  # written by the engine, once
         self._pauses = pauses
         self._pipeline = pipeline
         self._lanes = lanes
@@ -165,7 +167,9 @@ class FailureHandler:
         self._counters.retries += 1
         self.hooks.call("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
-        if failure_state.letter is None:  # otherwise its redrive counts the attempts
+        if (
+            failure_state.letter is None and delivery.timer is None
+        ):  # else a redrive, or the timer, begins again
             state = RetryState(
                 stage=failure_state.stage,
                 attempt=failure_state.attempt,
@@ -181,6 +185,13 @@ class FailureHandler:
 
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
         """Apply the app's policy. A redriven message is a dead letter already; its lane has continued without it."""
+        if isinstance(delivery, TimerDelivery) and self.timers is not None:
+            log.warning(
+                "timer %r of lane %r failed for good: %s", delivery.timer, short(delivery.key), letter.message
+            )
+            self.hooks.call("dead", delivery, letter)
+            self.timers.failed(lane, delivery, letter)
+            return
         policy = self._policy
         delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_CHARACTERS_MAX]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
@@ -216,7 +227,7 @@ class FailureHandler:
 
     def ended(self, delivery: Delivery, outcome: str) -> None:
         """Notify the observer."""
-        if self._observer is not None:
+        if self._observer is not None and delivery.timer is None:
             self._observer.ended(delivery, delivery.attempts, outcome)
 
     def _breaker(self, stage: str, state: CircuitState) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
+from keylane.engine.delivery import TimerDelivery
 from keylane.engine.output import SentAloneError
 from keylane.errors import Poison
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stopped_lanes import StoppedLanes
+    from keylane.engine.timers import TimerQueue
     from keylane.engine.versions import Versions
     from keylane.lanes.lane_table import Lane, LaneTable
     from keylane.spec import AppSpec
@@ -48,6 +50,7 @@ class MessageRunner:
         duplicates: Duplicates,
         versions: Versions | None,
         states: LaneStates | None,
+        timers: TimerQueue | None,
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
@@ -65,6 +68,7 @@ class MessageRunner:
         self._duplicates = duplicates
         self._versions = versions
         self._states = states
+        self._timers = timers
         self._counters = counters
         self._clock = clock
         self._life = life
@@ -115,7 +119,7 @@ class MessageRunner:
                     await asyncio.sleep(0)
                 continue
             delivery.attempts += 1
-            if observer is not None:
+            if observer is not None and delivery.timer is None:
                 observer.started(delivery, delivery.attempts)
             try:
                 if not delivery.decoded:
@@ -159,7 +163,7 @@ class MessageRunner:
                 self._failures.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
                 lane = None
             else:
-                if observer is not None:
+                if observer is not None and delivery.timer is None:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.failure_state is not None:
                     self._failures.succeeded(delivery)
@@ -201,6 +205,9 @@ class MessageRunner:
 
     def _may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         """Whether a head that needs a check may run now; if not, its lane was dealt with."""
+        if isinstance(delivery, TimerDelivery):
+            assert self._timers is not None  # noqa: S101 - who else has made it
+            return self._timers.may_start(lane, delivery) and self._may_try(lane, delivery)
         if not self._stopped_lanes.may_start(lane, delivery):
             return False
         repeats = not delivery.redriven and (delivery.partition, delivery.offset) in self._duplicates.waiting
@@ -209,5 +216,8 @@ class MessageRunner:
             return False
         if self._versions is not None and not self._versions.may_start(lane, delivery):
             return False
+        return self._may_try(lane, delivery)
+
+    def _may_try(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         failure_state = delivery.failure_state
         return failure_state is None or self._failures.may_start(lane, delivery, failure_state)

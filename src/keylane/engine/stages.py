@@ -55,6 +55,8 @@ class Step:
     """Its breaker at work."""
     threads: set[int]
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
+    timer: str | None = None
+    """Of a timer's handler: the timer's name."""
     batcher: Batcher | None = None
     """Of a batch stage: it brings messages together."""
     rate: RateGate | None = None
@@ -78,6 +80,7 @@ async def open_pipeline(app: AppSpec) -> AsyncIterator[tuple[Step, ...]]:
         if app.custom_sink is not None:
             sink = await stack.enter_async_context(_opened_sink(app, app.custom_sink))
             steps.append(_sink_step(app, sink))
+        steps += [_step(app, handler, opened, stack) for handler in app.timers.values()]
         yield tuple(steps)
 
 
@@ -171,7 +174,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     if stage.batching is not None:
         if stage.takes.states:
             function = _batch_with_states(function)
-    elif stage.takes.states:
+    elif stage.takes.keeps_state:
         function = _with_states(function, read, stage.takes.message)
     elif read is not None:
         function = _typed(function, read, stage.takes.message)
@@ -231,8 +234,8 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         if stage.is_async and stage.max_concurrency is not None:
             # Around the gate: who waits here has not been let in yet.
             function = _limited(function, stage.max_concurrency, app.retry_share)
-    if stage.takes.states:
-        function = StatefulCall(function, stage.takes.states)
+    if stage.takes.keeps_state:
+        function = StatefulCall(function, stage.takes.states, stage.takes.timers)
     return Step(
         name=stage.name,
         call=function,
@@ -243,6 +246,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         batcher=batcher,
         rate=rate,
         lane_batch=lane_batch,
+        timer=stage.timer,
     )
 
 

@@ -278,7 +278,7 @@ class Cluster:
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {"max.message.bytes": str(limit)})
         # It keeps its number of partitions too: the planner adds partitions before those of the state topic.
-        if app.states and app.lane_state not in self.topics():
+        if app.keeps_state and app.lane_state not in self.topics():
             self.ensure(app.lane_state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
         # An existing state topic keeps its number of partitions here: the planner adopts new ones.
         if app.state not in self.topics():

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
 from keylane.audit.violation import EventKind, HistoryEvent
@@ -203,11 +204,14 @@ class Harness:
         """Raise the number of the source's partitions. Keys move from the next run on."""
         self.log.grow(partitions)
 
-    def run(self) -> RunResult:
+    def run(self, until: float | None = None) -> RunResult:
         """Run until all sent messages are done. After that, more can be sent and run; the clock continues.
+
+        Timers fire too, and what they set again; not those that are due after the virtual second ``until``.
 
         Raises :class:`keylane.testing.StuckError` if that is impossible, and any error that stops the engine.
         """
+        self._world.until = nextafter(inf, 0) if until is None else until
         last = max([*self._arrivals.values(), *(at for at, *_ in self._unsent)], default=0.0)
         self._append()
         run_virtual(self._run(), start=self._now, limit=max(last, self._now) + self._limit)

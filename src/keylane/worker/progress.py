@@ -175,7 +175,7 @@ class ProgressTracker(Contributor):
         if self.versions is not None:
             self.versions.restore(self.watermarks)
         state.versions = None  # from now on the task has the newest
-        if self._app.states:
+        if self._app.keeps_state:
             self.states = StateRecords(
                 self._app, worker_session.lane_values(), state, self.slots, plan.partitions
             )

@@ -76,7 +76,7 @@ class WorkerSession:
         """The partitions that the consumer is assigned, and its next offset in each."""
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
-        in_transactions += [app.lane_state] if app.states else []
+        in_transactions += [app.lane_state] if app.keeps_state else []
         written = [*app.sinks, app.dlq]
         self._rules = self.cluster.rules([*written, *in_transactions])
         if app.delivery == "exactly_once":
