@@ -368,8 +368,8 @@ def run(seed: int) -> Counter[str]:
     facts["runs with batches of a lane"] = bool(flow.batches)
     facts["runs with rates"] = bool(flow.rate or flow.per_key)
     facts["pauses"] = len(flow.holds)
-    facts["with state"] = stateful(seed)
-    facts["with timers"] = stateful(seed) and timed(seed)
+    facts["with state"] = stateful(seed) and not flow.batches
+    facts["with timers"] = facts["with state"] and timed(seed)
     facts["recuts"] = sum(isinstance(each, Recut) for each in shape.breaks)
     for dead in result.dead:
         facts[f"{dead.kind} letters"] += 1
@@ -457,7 +457,7 @@ def judge(harness: Harness, result: RunResult, shape: Shape, flow: Flow) -> None
             late=late,
         )
         raise_if_bad(results, shape)
-    if stateful(shape.seed):
+    if stateful(shape.seed) and not flow.batches:  # batches of one lane take no state
         judge_states(harness, result, shape, outputs, late)
 
 

@@ -29,7 +29,10 @@ PARTITIONS = 4
 ONE = Assignment((tuple(map(AssignedRange, range(PARTITIONS))),))
 TWO = Assignment(((AssignedRange(0), AssignedRange(1), AssignedRange(2)), (AssignedRange(3),)))
 GAP_SECONDS = 0.15
-"""The longest time that lanes which stay may pause."""
+"""The longest time that lanes which stay may pause; on a busy machine twice the longest one of as much time without a
+move, in the same run."""
+SLOW_SECONDS = 3.0
+"""What a long call takes: lanes that waited for one would pause that long."""
 
 
 @pytest.fixture
@@ -63,15 +66,18 @@ def test_lanes_that_stay_run_while_others_move(
 ) -> None:
     """A worker comes and takes one of four partitions, and leaves again, while every partition has a long call."""
     log.create(f"{name}.in", f"{name}.out", partitions=PARTITIONS)
-    epochs = Epochs(log, slow_app(name, tmp_path, delivery=delivery), partitions=PARTITIONS)
+    epochs = Epochs(
+        log, slow_app(name, tmp_path, slow=SLOW_SECONDS, delivery=delivery), partitions=PARTITIONS
+    )
     begun.append(epochs)
     with Load(log, f"{name}.in", 400.0, partitions=PARTITIONS) as load:
         epochs.run(seconds=2.0, assignment=ONE)
         (first,) = epochs.workers()
         calm = time.time()
         load.sent.extend(slow_calls(log, name))
-        epochs.run(seconds=2.0, assignment=ONE)
+        epochs.run(seconds=6.0, assignment=ONE)
         load.sent.extend(slow_calls(log, name))
+        time.sleep(0.3)
         moves = time.time()
         epochs.run(seconds=6.0, assignment=TWO)
         assert len(epochs.workers()) == 2
@@ -98,7 +104,8 @@ def test_lanes_that_stay_run_while_others_move(
             if event.kind is EventKind.START and event.partition == 3 and since < event.at < since + 6
         ]
         gaps = [later - earlier for earlier, later in pairwise(began)]
-        assert max(gaps) < 4.5, "a range that moves waits for its own call only"
+        most = SLOW_SECONDS + max(1.5, 10 * before)
+        assert max(gaps) < most, "a range that moves waits for its own call only"
     epochs.end()
     assert judge(load.sent).repeats == 0
     assert log.lag(name, f"{name}.in") == 0
@@ -183,7 +190,7 @@ def test_partitions_that_are_added_are_taken_by_running_lanes(
     with Load(log, f"{name}.in", 200.0, partitions=PARTITIONS) as load:
         epochs.run(seconds=2.0, assignment=ONE)
         calm = time.time()
-        epochs.run(seconds=2.0, assignment=ONE)
+        epochs.run(seconds=5.0, assignment=ONE)
         (first,) = epochs.workers()
         for topic in ("in", "dlq", "state"):
             log.create(f"{name}.{topic}", partitions=2 * PARTITIONS)

@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from campaign.handle import children, command_of, name_of, parent, running
+from campaign.handle import children, command_of, name_of, parent, running, stopped
 from campaign.plan import Kind
 from campaign.proxy import Cut, Weather
 from campaign.scene import Zombie, wait_for
@@ -246,6 +246,7 @@ def _leader(scene: Scene, shot: Shot) -> None:
 
 def _stop(scene: Scene, line: TaskLine) -> Zombie:
     os.kill(line.pid, signal.SIGSTOP)
+    wait_for(lambda: stopped(line.pid) or None, 10, f"worker {line.pid} is stopped")
     zombie = Zombie(pid=line.pid, owner=scene.lanes_of(line), stopped=time.monotonic_ns())
     scene.zombies.append(zombie)
     scene.note(f"stopped worker {line.pid} ({zombie.owner})")

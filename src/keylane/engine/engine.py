@@ -455,6 +455,12 @@ class Engine:
 
     # Queries.
 
+    def set_share(self, share: float) -> None:
+        """The task has another part of the app's rates from now on."""
+        for step in self._pipeline.opened:
+            if step.rate is not None:
+                step.rate.set_share(share)
+
     def holds(self) -> dict[str, int]:
         """What holds lanes back now besides breakers, in words, and how many lanes wait for it: rates and pauses."""
         found = {

@@ -63,6 +63,12 @@ class RateGate:
         if self._rate is not None:
             self._limit = RateLimit(self._rate, share)
 
+    def set_share(self, share: float) -> None:
+        """The task has another part of the rate from now on."""
+        if self._limit is not None:
+            self._limit.set_share(share, self._loop.time())
+            self._arm()
+
     def guard(self, call: Callable[[Message], Awaitable[Any]]) -> Callable[[Message], Awaitable[Any]]:
         """Wrap the stage's call. The wrapper raises :class:`NotAdmittedError` if no call may start now."""
 

@@ -46,15 +46,24 @@ class Rate:
 class RateLimit:
     """The calls of one stage in one task; ``share`` is the part of the rate that the task has, from 0 to 1."""
 
-    __slots__ = ("_interval", "_next", "_tolerance")
+    __slots__ = ("_interval", "_next", "_rate", "_tolerance")
 
     def __init__(self, rate: Rate, share: float = 1.0) -> None:
-        self._interval = rate.interval / share if share > 0 else inf
-        self._tolerance = max(0.0, CATCH_UP_SECONDS - self._interval)
+        self._rate = rate
         self._next = -inf  # when the next call would start if all were on time
+        self.set_share(share, -inf)
+
+    def set_share(self, share: float, now: float) -> None:
+        """The task has another part of the rate from now on; with 0 no call may start."""
+        self._interval = self._rate.interval / share if share > 0 else inf
+        self._tolerance = max(0.0, CATCH_UP_SECONDS - self._interval)
+        if self._interval < inf:  # what was to wait for long does not any more
+            self._next = min(self._next, now + self._tolerance + self._interval)
 
     def admit(self, now: float) -> bool:
         """Whether a call may start now; if so, it counts."""
+        if self._interval == inf:
+            return False
         on_time = max(self._next, now)
         if on_time - now > self._tolerance + EARLY_SECONDS:
             return False
@@ -63,12 +72,16 @@ class RateLimit:
 
     def room(self, now: float) -> int:
         """How many calls may start now."""
+        if self._interval == inf:
+            return 0
         ahead = max(self._next, now) - now
         spare = self._tolerance + EARLY_SECONDS - ahead
         return 0 if spare < 0 else int(spare / self._interval) + 1
 
     def wait(self, now: float) -> float:
         """Seconds until a call may start; 0 if one may now."""
+        if self._interval == inf:
+            return inf
         return max(0.0, self._next - self._tolerance - now)
 
 

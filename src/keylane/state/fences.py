@@ -111,7 +111,7 @@ class Fences:
             self._end_hanging(stuck)
             left = {place for place, start in self._open(topics).items() if stuck.get(place) == start}
             if left:  # of a live producer, or of another dead one, which its own successor fences
-                log.warning("%s", self._advice({place: stuck[place] for place in left}))
+                log.info("%s", self._advice({place: stuck[place] for place in left}))
 
     def _open(self, topics: Collection[str]) -> Places:
         """Partitions of these topics with an open transaction."""
@@ -139,8 +139,8 @@ class Fences:
         group = consumer.consumer_group_metadata()
         consumer.close()
         for owner in sorted({owner for owner, _ in self._fenced}):
-            log.warning(
-                "a transaction is open although its producer was fenced, aborting it transactional_id=%s where=%s",
+            log.info(
+                "open after the fence, aborting one more in case it hangs transactional_id=%s where=%s",
                 owner,
                 _where(places) or "the group's offsets",
             )

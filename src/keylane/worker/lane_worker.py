@@ -380,7 +380,7 @@ class LaneWorker:
             values=worker_session.values,
             record_limit=worker_session.rules(app.lane_state).limit,
             source_id=worker_session.identity.source.id,
-            share=plan.share,
+            share=plan.share_of(self._progress.slots.values()),
         )
         worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail
@@ -604,8 +604,11 @@ class LaneWorker:
         """Return when the lanes are to be drained: the run was stopped, the backlog is done, or others take over."""
         assert self._ownership is not None  # noqa: S101 - the lanes begin with it
         assert self._commits is not None  # noqa: S101
-        changes = -1
+        changes, share = -1, -1.0
         while not state.poll() and not self._abandoned.is_set():
+            if (owned := self._plan.share_of(self._progress.slots.values())) != share:  # ranges come and go
+                share = owned
+                engine.set_share(share)
             if state.pause_changes != changes:
                 changes = state.pause_changes
                 engine.pauses.order(scopes_of(state.pauses.values()))

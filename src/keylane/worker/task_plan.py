@@ -9,7 +9,7 @@ from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.offsets.identity import AppIdentity
@@ -75,7 +75,11 @@ class TaskPlan:
 
         A slot has one owner at any time, so the rates of owners that come and go never add up to more.
         """
-        return sum(map(len, self.slots.values())) / (len(ALL) * self.partitions)
+        return self.share_of(self.slots.values())
+
+    def share_of(self, slots: Iterable[Slots]) -> float:
+        """The same for these slots, one entry for each partition."""
+        return sum(map(len, slots)) / (len(ALL) * self.partitions)
 
     @property
     def slots(self) -> dict[int, Slots]:

@@ -71,10 +71,26 @@ def test_room_and_wait_agree_with_admit() -> None:
         assert limit.room(now + wait) == 1
 
 
-def test_share_of_nothing_admits_one_call_at_most() -> None:
+def test_share_of_nothing_admits_no_call_until_it_changes() -> None:
     limit = RateLimit(Rate(100), 0.0)
-    assert limit.admit(0.0)
-    assert not limit.admit(1e9)
+    assert (limit.admit(0.0), limit.room(1e9), limit.wait(1e9)) == (False, 0, float("inf"))
+    limit.set_share(0.5, 10.0)
+    assert 0 < limit.room(10.2) <= 6
+
+
+def test_share_that_changes_counts_from_then_on() -> None:
+    limit, now, starts = RateLimit(Rate(100), 1.0), 0.0, list[float]()
+    for share, end in ((1.0, 2.0), (0.1, 4.0), (0.0, 6.0), (0.5, 8.0)):
+        limit.set_share(share, now)
+        while now < end:
+            now += 0.001
+            if limit.admit(now):
+                starts.append(now)
+    counts = [sum(begin + 0.01 <= at < begin + 1.99 for at in starts) for begin in (0, 2, 4, 6)]
+    assert 190 <= counts[0] <= 210
+    assert 17 <= counts[1] <= 24
+    assert counts[2] == 0
+    assert 90 <= counts[3] <= 108
 
 
 def test_each_key_has_its_own_pace_and_is_forgotten() -> None:
