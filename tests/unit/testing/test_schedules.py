@@ -206,7 +206,7 @@ def change_of_a_failed_attempt_is_kept(patch: pytest.MonkeyPatch) -> None:
         if state.attempt is not None:
             for argument in state.attempt.arguments.values():
                 content = argument.close() if isinstance(argument, State) else False
-                if content:
+                if isinstance(content, bytes):
                     state.changes[f"s/{argument.name}"] = StoredValue(content, 0, 0)
             state.attempt = None
 
