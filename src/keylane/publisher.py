@@ -15,8 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane.denial import remedy
 from keylane.errors import DeliveryError, SettingsError, Undelivered
 from keylane.event import BY_FUNCTION, Form, encode_value
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -303,7 +305,7 @@ class Publisher:
                 key=message.key(),
                 value=message.value(),
                 headers=tuple(message.headers() or ()),
-                why=error.str(),
+                why=error.str() + remedy(error, on_topic(self.topic, Operation.WRITE)),
             )
             report = self._error([lost])
         with self._lock:

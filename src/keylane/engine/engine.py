@@ -164,6 +164,7 @@ class Engine:
             duplicates=self.duplicates,
             on_done=on_done,
             loop=loop,
+            sink=app.sink,
         )
         self.acknowledged = self._acks.acknowledged  # the same list: the hot path of delivery reports
         self._lanes = LaneScheduler(

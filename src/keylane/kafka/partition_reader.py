@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import TopicPartition
 
+from keylane.denial import broker_error, is_denied
 from keylane.errors import BrokerError
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,16 +47,14 @@ _KINDS = {
     ClientError.UNKNOWN_TOPIC_OR_PART: ErrorKind.MISSING,
     ClientError._UNKNOWN_TOPIC: ErrorKind.MISSING,  # noqa: SLF001
     ClientError._UNKNOWN_PARTITION: ErrorKind.MISSING,  # noqa: SLF001
-    ClientError.TOPIC_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError.GROUP_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError.CLUSTER_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError._AUTHENTICATION: ErrorKind.LASTING,  # noqa: SLF001
 }
 
 
 def classify(error: Any) -> ErrorKind:
     """The kind of an error that the client reports while it reads. A fatal error is lasting, whatever its code."""
-    return ErrorKind.LASTING if error.fatal() else _KINDS.get(error.code(), ErrorKind.PASSING)
+    if error.fatal() or is_denied(error):
+        return ErrorKind.LASTING
+    return _KINDS.get(error.code(), ErrorKind.PASSING)
 
 
 class ReadErrors:
@@ -112,7 +112,9 @@ class ReadErrors:
                 self.missing.pop(partition, None)
 
     def _unreadable(self, error: Any) -> BrokerError:
-        return BrokerError(f"topic {self._topic!r} {self._what}: {error.str()}")
+        return broker_error(
+            f"topic {self._topic!r} {self._what}", error, on_topic(self._topic, Operation.READ)
+        )
 
 
 class PartitionReader:

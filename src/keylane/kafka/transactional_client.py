@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
+from keylane.denial import broker_error, is_denied
 from keylane.errors import AbortedError, BrokerError, FencedError
 from keylane.kafka.cluster import REQUEST_SECONDS
 from keylane.kafka.rejection import RejectedError, is_rejection
 from keylane.kafka.settings import outage
+from keylane.rights import on_transactional_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from confluent_kafka import TopicPartition
 
     from keylane.kafka.settings import KafkaSettings
+    from keylane.rights import Right
 
 TRANSACTION_SECONDS = 60.0
 """``transaction.timeout.ms``: the broker aborts a transaction that is open for longer."""
@@ -67,10 +70,14 @@ def transactional_producer(
             producer.list_topics(timeout=REQUEST_SECONDS)
             producer.init_transactions(REQUEST_SECONDS)
         except KafkaException as error:
+            what = f"the broker did not grant transactional id {transactional_id!r}"
+            if (refused := settings.refused_for_good(what)) is not None:
+                raise refused from error
             if not error.args[0].retriable() or time.monotonic() > deadline:
-                raise BrokerError(
-                    f"the broker did not grant transactional id {transactional_id!r}: {error.args[0].str()}. Progress "
-                    "is written in transactions: the broker must allow ids that begin with the app's name"
+                raise broker_error(
+                    f"{what}, and progress is written in transactions",
+                    error.args[0],
+                    on_transactional_ids(transactional_id.rpartition(".")[0]),
                 ) from error
         else:
             return producer
@@ -104,6 +111,7 @@ class TransactionalClient:
     ``failure`` is the error that made the client useless; every later call raises it. ``exact``: results are in the
     transaction, so an aborted transaction loses them and no other may follow. ``batch_limit``: see
     :meth:`KafkaSettings.producer`. ``alone``: every record is a batch of its own, so that a rejection names its record.
+    ``rights``: what its transactions need, for errors.
     """
 
     def __init__(
@@ -115,16 +123,19 @@ class TransactionalClient:
         exact: bool,
         batch_limit: int = 0,
         alone: bool = False,
+        rights: Sequence[Right] = (),
     ) -> None:
         self.failure: FencedError | BrokerError | None = None
         self.open = False
         self._began = 0.0  # of the open transaction, or of the last one
         self._group = group
+        self._rights = rights
         self._exact = exact
         single = {"batch.num.messages": 1} if alone else {}
         self._producer = transactional_producer(settings, transactional_id, batch_limit, **single)
         self._produce = self._producer.produce
         self._last_offsets: dict[int, int] = {}
+        self._unwritable: str | None = None  # the topic of a record that the broker denied
 
     def begin(self) -> None:
         """Begin a transaction unless one is open. Raises :attr:`failure`."""
@@ -158,7 +169,10 @@ class TransactionalClient:
 
     def on_delivery(self, error: Any, message: Any) -> None:
         """Delivery report of the records whose offsets :meth:`commit` returns."""
-        if error is None:
+        if error is not None:
+            if is_denied(error):
+                self._unwritable = message.topic()
+        else:
             partition = message.partition()
             self._last_offsets[partition] = max(self._last_offsets.get(partition, -1), message.offset())
 
@@ -199,6 +213,10 @@ class TransactionalClient:
                     if time.monotonic() < deadline:
                         continue
                 aborted = self._aborted(found)
+                if not isinstance(aborted, AbortedError):  # denied: not even the abort may be allowed
+                    self.failure = aborted
+                    discard(self._producer)
+                    raise aborted from error
                 self.abort()
                 if self._exact:
                     self.failure = aborted
@@ -224,15 +242,26 @@ class TransactionalClient:
         """Give up the producer without an abort, because another client has taken its transactional id."""
         discard(self._producer)
 
-    def _aborted(self, error: Any) -> AbortedError:
-        """The error that failed the transaction, also if the client only says that one did."""
+    def _aborted(self, error: Any) -> BrokerError:
+        """The error that failed the transaction, also if the client only says that one did.
+
+        An AbortedError, unless a right is missing: then no other transaction succeeds either.
+        """
         if error.code() == ClientError._STATE:  # noqa: SLF001 - the client's public constant
             try:
                 self._producer.commit_transaction(REQUEST_SECONDS)  # refused in this state, with the reason
             except KafkaException as reason:
                 error = reason.args[0]
+        if is_denied(error):
+            return self._denied(error)
         kind = RejectedError if is_rejection(error) else AbortedError
         return kind(f"transaction not committed: {error.str()}")
+
+    def _denied(self, error: Any) -> BrokerError:
+        rights = self._rights
+        if self._unwritable is not None:
+            rights = [right for right in rights if right.name == self._unwritable] or rights
+        return broker_error("transaction not committed", error, *rights)
 
     def _fail(self, error: KafkaException) -> FencedError | BrokerError:
         """Discard the producer, set :attr:`failure` and return it."""
@@ -250,6 +279,8 @@ class TransactionalClient:
             self.failure = FencedError(
                 "another task has taken over; nothing that this task writes counts any more"
             )
+        elif is_denied(found):
+            self.failure = self._denied(found)
         else:
             # With exactly_once nothing of it counts, so all of it can run again.
             kind = AbortedError if self._exact else BrokerError

@@ -18,7 +18,7 @@ from keylane.offsets.identity import TopicIdentity
 from keylane.state.answers import CommandAnswer, decode_command_answer
 from keylane.state.commands import Command, audit_name, new_command_id, operator_name
 from keylane.state.labels import Labels
-from keylane.state.topic import StateTopic
+from keylane.state.topic import StateTopic, check_written
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
@@ -224,11 +224,11 @@ class AdminClient:
                 **{"message.timeout.ms": int(REQUEST_SECONDS * 1000)},
             )
         producer = self._producer
-        failed: list[str] = []
+        failed: list[Any] = []
 
         def report(error: object, _message: object) -> None:
             if error is not None:
-                failed.append(str(error))
+                failed.append(error)
 
         for command in commands:
             deed = {
@@ -262,11 +262,7 @@ class AdminClient:
                     else:
                         break
                 producer.poll(0)
-        left = producer.flush(REQUEST_SECONDS)
-        if left or failed:
-            raise BrokerError(
-                f"the command could not be written to topic {self._topic!r}: {failed[0] if failed else 'no answer'}"
-            )
+        check_written(self._topic, producer.flush(REQUEST_SECONDS), failed)
 
     def answer(self, command: Command, timeout: float) -> CommandAnswer | None:
         """Wait for the result of a command; None if no task answers in ``timeout`` seconds: the app does not run."""

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
+from keylane.denial import broker_error, is_denied
 from keylane.engine.output import SentAloneError
 from keylane.engine.result_ids import RESULT_ID_BYTES_MAX, result_headers, result_id_prefix
 from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
 from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES, Rejections, is_rejection
 from keylane.message import EVENT_ID, with_origin
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -373,11 +375,7 @@ class KafkaOutput:
                     raise Poison(_why(self._sink, error.args[0])) from error
                 record[4](error.args[0], None)
                 return
-            engine.fail(
-                BrokerError(
-                    f"topic {self._sink!r} takes no results: {error}. What was not written runs again."
-                )
-            )
+            engine.fail(self._no_results(error))
 
     def look(self, engine: Engine) -> None:
         """Decide at intervals whether to gather results, by how many lanes or messages wait for the loop."""
@@ -402,9 +400,16 @@ class KafkaOutput:
                 self._producer.poll(0)
             self._worker_session.poll()
         except KafkaException as error:
-            raise BrokerError(
-                f"topic {self._sink!r} takes no results: {error.args[0].str()}. What was not written runs again."
-            ) from error
+            raise self._no_results(error) from error
+
+    def _no_results(self, error: Exception) -> BrokerError:
+        what = f"topic {self._sink!r} takes no results"
+        if isinstance(error, KafkaException):
+            found = error.args[0]
+            if is_denied(found):
+                return broker_error(what, found, on_topic(self._sink, Operation.WRITE))
+            return BrokerError(f"{what}: {found.str()}. What was not written runs again.")
+        return BrokerError(f"{what}: {error}. What was not written runs again.")
 
     @staticmethod
     def _size(delivery: Delivery, value: bytes, headers: Headers) -> int:
