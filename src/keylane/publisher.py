@@ -116,7 +116,7 @@ class Publisher:
         self.topic = topic
         settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
-        cluster.partitions(topic)
+        cluster.partitions(topic, operation=Operation.WRITE)
         batch_limit = cluster.rules([topic])[topic].limit
         # Unless it may not describe the topic: then the broker decides.
         limit = batch_limit - RECORD_OVERHEAD_BYTES if batch_limit else 1 << 31

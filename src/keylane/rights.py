@@ -89,8 +89,13 @@ def app_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tupl
     found += [
         on_topic(state, read, "stopped lanes, owners, commands"),
         on_topic(state, write, "the same"),
-        on_topic(dlq, read, "redriving dead letters"),
-        on_topic(dlq, write, "dead letters; without it they stay in the spool", optional=True),
+        on_topic(dlq, read, "redriving dead letters", optional=True),
+        on_topic(
+            dlq,
+            write,
+            "dead letters; without it they stay in the spool, and with `exactly_once` the run ends",
+            optional=True,
+        ),
         on_topic(telemetry, read, "`keylane lag` and `metrics` of an app that runs", optional=True),
         on_topic(telemetry, write, "telemetry; the app runs without it", optional=True),
     ]
@@ -100,7 +105,10 @@ def app_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tupl
             on_topic(book, write, "a record of every attempt"),
         ]
     names = [state, dlq, telemetry, *([book] if ledger else [])]
-    found += [on_topic(name, create, "the first start, unless it exists") for name in names]
+    found += [
+        on_topic(name, create, "the first start, unless it exists", optional=name == telemetry)
+        for name in names
+    ]
     found += [
         on_topic(name, Operation.ALTER, "partitions that are added to the source later", optional=True)
         for name in (state, dlq, *([book] if ledger else []))

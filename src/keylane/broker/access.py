@@ -69,6 +69,12 @@ class BrokerAccess:
         """The file with the client settings of the user with this name and a password, whether it exists or not."""
         return self._authority.folder / f"{name}.options"
 
+    def client(self, name: str) -> dict[str, str]:
+        """The client settings of the user with this name and a password."""
+        lines = self.file(name).read_text(encoding="utf-8").splitlines()
+        pairs = (line.removeprefix("kafka.").partition("=") for line in lines if not line.startswith("#"))
+        return {setting: value for setting, _, value in pairs}
+
     def add_user(self, name: str, rights: Iterable[Right] = (), *, password: str | None = None) -> Path:
         """Create a user with these rights and a password, by default a random one. An existing user gets a new one."""
         self._require_name(name)

@@ -190,17 +190,25 @@ class Cluster:
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
 
-    def partitions(self, topic: str, what: str = "topic", *, known: Mapping[str, int] | None = None) -> int:
+    def partitions(
+        self,
+        topic: str,
+        what: str = "topic",
+        *,
+        known: Mapping[str, int] | None = None,
+        operation: Operation = Operation.READ,
+    ) -> int:
         """The topic's number of partitions. Raises BrokerError if it does not exist.
 
         ``what`` begins the message. ``known``: the result of a recent :meth:`topics`, to save a request.
+        ``operation``: what the caller does with the topic; the error of a hidden topic names it.
         """
         topics = self.topics() if known is None else known
         if topic not in topics:
             if not self._may_describe(topic):
                 raise AccessDeniedError(
                     f"{what} {topic!r}: the broker at {self._settings.bootstrap} lets this user neither see nor use "
-                    f"it. Allow this user {on_topic(topic, Operation.READ)}, or Write or Describe"
+                    f"it. Allow this user {on_topic(topic, operation)}"
                 )
             names = [name for name in sorted(topics) if not name.startswith("__")]
             existing = f"; existing topics: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
@@ -246,7 +254,7 @@ class Cluster:
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
         if app.sink is not None:
-            self.partitions(app.sink, f"the sink of app {app.name!r}, topic")
+            self.partitions(app.sink, f"the sink of app {app.name!r}, topic", operation=Operation.WRITE)
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:

@@ -197,6 +197,11 @@ class KafkaSettings:
         shown = {k: HIDDEN if is_secret(k) else v for k, v in self.extra}
         return f"KafkaSettings({self.bootstrap!r}, {shown})"
 
+    @property
+    def login(self) -> str:
+        """The user's name for SASL; empty without one, as with a certificate."""
+        return dict(self.extra).get("sasl.username", "")
+
     def reads_committed(self, delivery: str) -> bool:
         """Whether the app's consumer reads committed messages only. Always with exactly_once, else by default.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
@@ -230,7 +230,9 @@ class AdminClient:
             if error is not None:
                 failed.append(error)
 
-        for command in commands:
+        login = self._settings.login
+        for each in commands:
+            command = replace(each, who=f"{each.who} (login {login})") if login else each
             deed = {
                 "do": command.do,
                 "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
