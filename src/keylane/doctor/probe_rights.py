@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from keylane.denial import CLUSTER_DENIED, GROUP_DENIED, TOPIC_DENIED, TRANSACTIONAL_ID_DENIED
-from keylane.kafka.client import ClientError, KafkaException, NewTopic, TopicCollection, TopicPartition
+from keylane.kafka.client import (
+    ClientError,
+    ConfigResource,
+    KafkaException,
+    NewTopic,
+    ResourceType,
+    TopicCollection,
+    TopicPartition,
+)
+from keylane.kafka.cluster import retry_while_moving
 from keylane.rights import Operation, ResourceKind, Right
 
 if TYPE_CHECKING:
@@ -16,6 +25,8 @@ if TYPE_CHECKING:
 _ANSWER_SECONDS = 10.0
 _NO_PARTITION = 2**31 - 1
 """The number of a partition that no topic has."""
+_UNSEEN: frozenset[str] = frozenset({"UNSEEN"})
+"""In place of the operations on a topic that this user may not see."""
 _TIMEOUT_MS_MAX = 2**31 - 1
 """A ``transaction.timeout.ms`` above any broker's limit."""
 
@@ -58,10 +69,14 @@ class RightsProbe:
     def _on_topic(self, right: Right) -> bool | None:
         if right.operation is Operation.ALTER and self._has_all_partitions(right.name):
             return None
+        if right.operation is Operation.DESCRIBE_CONFIGS:
+            return self._may_describe_configs(right.name)
         if right.name not in self._reported:
             self._reported[right.name] = self._operations(right.name)
         operations = self._reported[right.name]
-        return None if operations is None else right.operation.name in operations
+        if operations is None or (operations == _UNSEEN and right.operation is Operation.ALTER):
+            return None
+        return right.operation.name in operations
 
     def _has_all_partitions(self, topic: str) -> bool:
         return self._topics.get(topic, 1 << 31) >= self._topics.get(self._source or "", 0)
@@ -71,10 +86,23 @@ class RightsProbe:
         try:
             reported = asked[topic].result(_ANSWER_SECONDS).authorized_operations
         except KafkaException as error:
-            return frozenset() if error.args[0].code() == TOPIC_DENIED else None
+            # Who may not see a topic may neither read nor write it. Nothing is known about the other operations.
+            hidden = error.args[0].code() == TOPIC_DENIED
+            return _UNSEEN if hidden else None
         except TimeoutError:
             return None
         return None if reported is None else frozenset(each.name for each in reported)
+
+    def _may_describe_configs(self, topic: str) -> bool | None:
+        resource = ConfigResource(ResourceType.TOPIC, topic)
+        asked = self._admin.describe_configs([resource], request_timeout=_ANSWER_SECONDS)[resource]
+        try:
+            asked.result(_ANSWER_SECONDS)
+        except KafkaException as error:
+            return False if error.args[0].code() == TOPIC_DENIED else None
+        except TimeoutError:
+            return None
+        return True
 
     def _may_create(self, topic: str) -> bool | None:
         if topic in self._topics:
@@ -98,6 +126,8 @@ class RightsProbe:
     def _may_commit(self, group: str) -> bool | None:
         if self._source is None or self._source not in self._topics:
             return None
+        if self._is_hidden(group):
+            return False
         consumer = self._settings.consumer(group)
         try:
             nowhere = TopicPartition(self._source, _NO_PARTITION, 0)
@@ -110,6 +140,20 @@ class RightsProbe:
         if code in (0, TOPIC_DENIED, ClientError.UNKNOWN_TOPIC_OR_PART):
             return True
         return False if code == GROUP_DENIED else None
+
+    def _is_hidden(self, group: str) -> bool:
+        """Whether this user may not even see the group."""
+        try:
+            retry_while_moving(
+                lambda: self._admin.describe_consumer_groups([group], request_timeout=_ANSWER_SECONDS)[
+                    group
+                ].result(_ANSWER_SECONDS)
+            )
+        except KafkaException as error:
+            return bool(error.args[0].code() == GROUP_DENIED)
+        except TimeoutError:
+            return False
+        return False
 
     def _may_begin(self, transactional_id: str) -> bool | None:
         settings: dict[str, Any] = {

@@ -423,7 +423,7 @@ class Cluster:
         """
         places = [TopicPartition(topic, p) for p in partitions]
         unread = f"the committed offsets of group {group!r} could not be read"
-        rights = on_group(group, Operation.DESCRIBE), on_topic(topic, Operation.DESCRIBE)
+        rights = on_group(group, Operation.READ), on_topic(topic, Operation.DESCRIBE)
         try:
             if stable:
                 found = retry_while_moving(

@@ -8,14 +8,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, TopicCollection
 
-from keylane.denial import broker_error, is_denied
+from keylane.denial import TOPIC_DENIED, broker_error, is_denied
 from keylane.errors import AbortedError, BrokerError, FencedError
 from keylane.kafka.cluster import REQUEST_SECONDS
 from keylane.kafka.rejection import RejectedError, is_rejection
 from keylane.kafka.settings import outage
-from keylane.rights import on_transactional_ids
+from keylane.rights import ResourceKind, on_transactional_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,6 +130,7 @@ class TransactionalClient:
         self._began = 0.0  # of the open transaction, or of the last one
         self._group = group
         self._rights = rights
+        self._settings = settings
         self._exact = exact
         single = {"batch.num.messages": 1} if alone else {}
         self._producer = transactional_producer(settings, transactional_id, batch_limit, **single)
@@ -259,9 +260,28 @@ class TransactionalClient:
 
     def _denied(self, error: Any) -> BrokerError:
         rights = self._rights
-        if self._unwritable is not None:
-            rights = [right for right in rights if right.name == self._unwritable] or rights
+        if error.code() == TOPIC_DENIED:
+            unwritable = {self._unwritable} if self._unwritable is not None else self._find_unwritable()
+            rights = [right for right in rights if right.name in unwritable] or rights
         return broker_error("transaction not committed", error, *rights)
+
+    def _find_unwritable(self) -> set[str]:
+        """Topics that this user may not write to, as far as the broker tells: its error names none."""
+        topics = [right.name for right in self._rights if right.kind is ResourceKind.TOPIC]
+        asked = self._settings.admin().describe_topics(
+            TopicCollection(topics), include_authorized_operations=True, request_timeout=REQUEST_SECONDS
+        )
+        found = set()
+        for topic, answer in asked.items():
+            try:
+                operations = answer.result(REQUEST_SECONDS).authorized_operations or ()
+            except (KafkaException, TimeoutError) as error:
+                if isinstance(error, KafkaException) and is_denied(error.args[0]):
+                    found.add(topic)
+            else:
+                if not any(each.name == "WRITE" for each in operations):
+                    found.add(topic)
+        return found
 
     def _fail(self, error: KafkaException) -> FencedError | BrokerError:
         """Discard the producer, set :attr:`failure` and return it."""

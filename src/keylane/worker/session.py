@@ -20,7 +20,7 @@ from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.transactional_client import discard
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.identity import AppIdentity
-from keylane.rights import app_rights
+from keylane.rights import Operation, ResourceKind, app_rights
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
 from keylane.worker.telemetry_sender import TelemetrySender
@@ -87,7 +87,11 @@ class WorkerSession:
             limit=self.rules(app.state).limit,
             batch_limit=smallest_limit(*map(self.rules, in_transactions)),
             alone=alone,
-            rights=app_rights(app.name, app.source, app.sink, ledger=app.ledger is not None),
+            rights=[
+                right
+                for right in app_rights(app.name, app.source, app.sink, ledger=app.ledger is not None)
+                if right.operation is Operation.WRITE or right.kind is ResourceKind.GROUP
+            ],
         )
         self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
         self.duplicates: Duplicates | None = None
