@@ -10,7 +10,7 @@ MINUTES ?= 30
 ARGS ?=
 BIN := .venv/bin
 # Integration tests that measure or wait for what a busy machine delays: they run alone.
-ALONE := test_campaign.py test_cli_run.py test_epochs.py test_skew.py
+ALONE := test_campaign.py test_cli_run.py test_console.py test_epochs.py test_skew.py
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -22,6 +22,8 @@ test: lint ## lint, type checks, unit tests, integration tests
 	$(BIN)/python -m pytest tests/unit -n auto
 	@# Download and prepare Kafka first: tests have a time limit.
 	@$(BIN)/python -c 'from keylane.broker.kit import ensure_kit; ensure_kit()'
+	@# A browser for the console's tests; says so loudly if there is none.
+	@PYTHONPATH=tests $(BIN)/python -m support.browser
 	$(BIN)/python -m pytest tests/integration -n 3 --dist loadfile $(addprefix --ignore=tests/integration/,$(ALONE))
 	$(BIN)/python -m pytest $(addprefix tests/integration/,$(ALONE))
 

@@ -65,7 +65,7 @@ _RATE_PER_SECOND_MAX = 10_000.0
 """Messages per second at most: the log of half an hour is to fit on a disk."""
 _KEPT = {"retention.ms": "180000", "segment.ms": "60000", "segment.bytes": str(64 << 20)}
 _COLLECTIONS = "collections.log"
-_COLLECT = "-XX:G1PeriodicGCInterval=60000 -XX:-G1PeriodicGCInvokesConcurrent -Xlog:gc:file={}"
+COLLECT = "-XX:G1PeriodicGCInterval=60000 -XX:-G1PeriodicGCInvokesConcurrent -Xlog:gc:file={}"
 """For Java: collect everything once a minute and write down what is left. By itself it may use up the memory that it
 set aside at its start before it collects, and what grows meanwhile may be garbage."""
 _COLUMNS = [
@@ -145,7 +145,7 @@ class Watcher:
                     at=round(time.monotonic() - self._began, 1),
                     workers_mib=sum(one.memory for one in others) / 2**20,
                     jvm_mib=sum(one.memory for one in java) / 2**20,
-                    heap_mib=_heap(self._folder / _COLLECTIONS),
+                    heap_mib=heap_mib(self._folder / _COLLECTIONS),
                     threads=sum(one.threads for one in every),
                     files=sum(one.files for one in every),
                     lanes=_lanes(self._folder),
@@ -154,7 +154,7 @@ class Watcher:
             )
 
 
-def _heap(collections: Path) -> float:
+def heap_mib(collections: Path) -> float:
     """MiB that were left by the last full collection in a log of Java's."""
     try:
         found = re.findall(r"Pause Full .*->(\d+)M\(", collections.read_text())
@@ -199,7 +199,7 @@ def measure(ground: Field, seconds: float, offered: float | None, samples_to: Pa
     with tempfile.TemporaryDirectory(prefix="keylane-bench-") as folder:
         job = replace(ground.job(one, "endurance"), stages=STAGES, fail=FAIL)
         _topics(ground, job)
-        java = "JAVA_TOOL_OPTIONS=" + _COLLECT.format(Path(folder) / _COLLECTIONS)
+        java = "JAVA_TOOL_OPTIONS=" + COLLECT.format(Path(folder) / _COLLECTIONS)
         command = replace(one, command=lambda given: ["env", java, *one.command(given), f"lanes={folder}"])
         with ground.process(command, job) as process:
             load = Load(rate=offered, seconds=_LOAD_SECONDS, keys=KEYS, fail=FAIL)

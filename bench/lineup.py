@@ -133,21 +133,21 @@ class Lineup:
 
     def _keylane(self) -> Contestant:
         python = [sys.executable, "-m", "bench.keylane_peer"]
-        return Contestant(label="keylane", peer="keylane", command=lambda job: [*python, *_pairs(job)])
+        return Contestant(label="keylane", peer="keylane", command=lambda job: [*python, *pairs(job)])
 
     def _java(self, threads: int) -> Contestant:
         def command(job: Job) -> list[str]:
             to = self.built["java"]
             path = f"{to / 'classes'}:{to / 'libs'}/*"
             java = [str(find_java()), "-Xmx2g", "-cp", path, "peer.Main"]
-            return [*java, *_pairs(job), f"concurrency={threads}"]
+            return [*java, *pairs(job), f"concurrency={threads}"]
 
         return Contestant(label=f"parallel-consumer KEY {threads}", peer="java", command=command)
 
     def _python(self, peer: str, *more: str) -> Contestant:
         def command(job: Job) -> list[str]:
             program = str(PEERS / "python" / f"{peer}_peer.py")
-            return [str(self.built[peer] / "bin" / "python"), program, *_pairs(job), *more]
+            return [str(self.built[peer] / "bin" / "python"), program, *pairs(job), *more]
 
         label = {"aiokafka": "aiokafka", "raw": "raw confluent-kafka, 2 processes"}[peer]
         return Contestant(label=label, peer=peer, command=command)
@@ -158,8 +158,8 @@ class Lineup:
 
     def _go(self, workers: int, buffer: int = 10) -> Contestant:
         def command(job: Job) -> list[str]:
-            pairs = [part for pair in _pairs(job) for part in ("-" + pair).split("=", 1)]
-            program = [str(self.built["go"] / "program"), *pairs]
+            flags = [part for pair in pairs(job) for part in ("-" + pair).split("=", 1)]
+            program = [str(self.built["go"] / "program"), *flags]
             return [*program, "-workers", str(workers), "-buffer", str(buffer)]
 
         return Contestant(
@@ -174,7 +174,7 @@ class Lineup:
         def command(job: Job) -> list[str]:
             program = str(PEERS / "prosody" / "prosody_peer.py")
             python = str(self.built["prosody"] / "bin" / "python")
-            return [python, program, *_pairs(job), f"cassandra={self.store}", f"defer={defer}"]
+            return [python, program, *pairs(job), f"cassandra={self.store}", f"defer={defer}"]
 
         return Contestant(label="prosody", peer="prosody", command=command, json=True, slow=True, most=most)
 
@@ -182,7 +182,7 @@ class Lineup:
         def command(job: Job) -> list[str]:
             to = self.built["spark"]
             program = str(PEERS / "spark-microbatch" / "microbatch_peer.py")
-            return [str(to / "bin" / "python"), program, *_pairs(job), f"jars={to / 'libs'}"]
+            return [str(to / "bin" / "python"), program, *pairs(job), f"jars={to / 'libs'}"]
 
         return Contestant(label="Spark micro-batch", peer="spark", command=command, commits=False, slow=True)
 
@@ -209,7 +209,8 @@ def assemble(wanted: Sequence[str], workshop: Workshop) -> Lineup:
     return Lineup(tool=tool, built=built, left_out=left_out)
 
 
-def _pairs(job: Job) -> list[str]:
+def pairs(job: Job) -> list[str]:
+    """What it is to do, as a peer reads it: name=value."""
     given = {
         "brokers": job.brokers,
         "topic": job.topic,

@@ -36,6 +36,7 @@ class Footprint:
     memory: int
     threads: int
     files: int
+    command: str = ""
 
 
 class Process:
@@ -133,6 +134,10 @@ class Process:
                     memory=_resident(pid),
                     threads=int(_stat(pid)[17]),
                     files=len(os.listdir(_PROC / str(pid) / "fd")),  # noqa: PTH208 - cheap, as below
+                    command=(_PROC / str(pid) / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace"),
                 )
                 found.append((name, held))
         return found

@@ -31,6 +31,7 @@ from keylane import (
     Message,
     Poison,
     Retry,
+    State,
     Transient,
     VersionOrdering,
 )
@@ -135,6 +136,11 @@ def recreates_of(seed: int) -> tuple[Recreate, ...]:
     return tuple(Recreate(at=at) for at in sorted(times))
 
 
+def stateful(seed: int) -> bool:
+    """Whether the app keeps a state. Drawn apart, like the above."""
+    return random.Random(f"state {seed}").random() < 0.4
+
+
 def make_app(rng: random.Random, shape: Shape) -> App:
     """The app of a run: two stages that fail by chance, the same for the same seed."""
     sick = rng.choice((0.1, 0.2) if shape.storm else (0.0, 0.03, 0.1, 0.2))
@@ -167,6 +173,16 @@ def make_app(rng: random.Random, shape: Shape) -> App:
 
     def broken(now: float) -> bool:
         return now < MENDED_SECONDS or any(0 <= now - each.at < RELAPSE_SECONDS for each in shape.recreates)
+
+    if stateful(shape.seed):
+
+        @app.stage
+        async def remember(msg: Message, seen: State[list[int]], count: State[int]) -> bytes:
+            seen.value.append(int(msg.value))
+            count.value += 1
+            if chance(msg, 5) < 0.03 and msg.attempt == 1:
+                raise Transient("after the change")
+            return bytes(msg.value)
 
     @app.stage
     async def first(msg: Message) -> bytes:
@@ -265,6 +281,7 @@ def run(seed: int) -> Counter[str]:
     facts["epochs"] = result.epochs
     facts["recreated sources"] = len(shape.recreates)
     facts["gone messages"] = len(result.gone)
+    facts["with state"] = stateful(seed)
     facts["recuts"] = sum(isinstance(each, Recut) for each in shape.breaks)
     for dead in result.dead:
         facts[f"{dead.kind} letters"] += 1
@@ -347,6 +364,50 @@ def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
         late=late,
     )
     raise_if_bad(results, shape)
+    if stateful(shape.seed):
+        judge_states(harness, result, shape, outputs, late)
+
+
+def judge_states(
+    harness: Harness,
+    result: RunResult,
+    shape: Shape,
+    outputs: list[tuple[bytes, bytes | None]],
+    late: set[bytes | None],
+) -> None:
+    """The state of every key is the fold of its messages: each that came through once, in the order of the log.
+
+    A message that was a dead letter first comes later. Only the last topic counts: a new source begins without state.
+    """
+    topic = len(shape.recreates)
+    sent: dict[bytes, list[int]] = {}
+    for place, record in harness.messages().items():
+        if place[0] >= shape.partitions * topic:
+            sent.setdefault(record.key() or b"", []).append(int(record.value() or b""))
+    written: dict[bytes, list[int]] = {}
+    for key, value in outputs:
+        if key.startswith(b"%d/" % topic):
+            written.setdefault(key.partition(b"/")[2], []).append(int(value or b""))
+    assert set(result.states) <= set(sent), "a state of a key that was never sent"
+    for key, numbers in sent.items():
+        seen: list[int] = result.states.get(key, {}).get("seen", [])
+        assert result.states.get(key, {}).get("count", 0) == len(seen), (
+            f"states of {key!r} disagree: {result.states[key]}"
+        )
+        twice = {number for number in seen if seen.count(number) > 1}
+        if shape.delivery == "at_least_once":  # a crash may leave a letter of what comes through then
+            twice = {number for number in twice if b"%d" % number not in late}
+        assert not twice, f"a message of {key!r} changed its state twice: {twice} in {seen}"
+        got = set(written.get(key, []))
+        assert set(seen) == got, (
+            f"state of {key!r}: misses {got - set(seen)}, has {set(seen) - got} in addition"
+        )
+        in_order = [number for number in seen if b"%d" % number not in late]
+        assert in_order == [n for n in numbers if n in set(in_order)], (
+            f"state of {key!r} is out of order: {seen}"
+        )
+        if shape.delivery == "exactly_once":
+            assert seen == written.get(key, []), f"state and results of {key!r} disagree: {seen}"
 
 
 def raise_if_bad(verdict: Verdict | ResultsVerdict, shape: Shape) -> None:

@@ -17,6 +17,7 @@ from keylane.errors import (
 )
 from keylane.handlers.fields import Field
 from keylane.handlers.middleware import CallNext
+from keylane.handlers.state import State
 from keylane.lanes.heavy_hitters import HotKey
 from keylane.lanes.ordering import ByField, ByHeader, Ordering
 from keylane.ledger import Ledger
@@ -32,6 +33,7 @@ from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
 from keylane.readmodel.fields import ReadModelField
 from keylane.readmodel.model import ReadModel
+from keylane.result import Result
 from keylane.sink import Sink, SinkResult
 from keylane.telemetry_settings import Telemetry
 
@@ -65,10 +67,12 @@ __all__ = [
     "ReadModel",
     "ReadModelField",
     "ResourceError",
+    "Result",
     "Retry",
     "SettingsError",
     "Sink",
     "SinkResult",
+    "State",
     "Telemetry",
     "Transient",
     "Undelivered",

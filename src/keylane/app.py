@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from keylane.errors import SettingsError
 from keylane.handlers.batches import Batching
+from keylane.handlers.generators import is_async_generator, is_generator
 from keylane.handlers.middleware import check_middleware
 from keylane.handlers.signature import needs_of, read_batch_signature, read_signature
+from keylane.handlers.state import STATE_BYTES_MAX, StateSpec
 from keylane.lanes.ordering import ordering
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from keylane.policies.failure_policy import FailurePolicy, OnFailure
     from keylane.policies.versions import VersionOrdering
     from keylane.spark.query import LaneQuery
-    from keylane.spec import Commit, Decode, DeliveryMode, Observer, Reader, Unhandled
+    from keylane.spec import Commit, Decode, DeliveryMode, Encode, Observer, Reader, Unhandled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +58,7 @@ class RunOptions(TypedDict, total=False):
     epoch: float
     keep_alive: float
     tasks: int | Literal["auto"] | None
+    shard: str | None
     outcomes: Literal["all", "failed", "none"]
     checkpoint_location: str | Path
     query_name: str
@@ -66,6 +69,7 @@ class RunOptions(TypedDict, total=False):
     kafka: Mapping[str, str]
 
 
+_BATCH_WAIT_SECONDS = 0.005
 _STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify")
 
 
@@ -78,8 +82,14 @@ class App:
 
     ``sink`` may also be a :class:`keylane.Sink` of your own, which writes results elsewhere than to Kafka.
 
+    ``sinks`` instead of ``sink`` names several topics. A :class:`keylane.Result` says which one it is for; any other
+    result goes to the first.
+
     ``decode`` turns a value's bytes into what the first stage gets as ``msg.value``: a function, ``"json"`` or
     ``"text"``. A value it refuses is poison. A null value is not decoded.
+
+    ``encode`` turns a result's value into bytes: a function, or one for each topic by its name. Bytes are written as
+    they are. Without it text is written as UTF-8 and anything else as JSON.
 
     ``event_type`` says what type a message has, for apps with handlers (:meth:`on`): the name of a header
     (``event-type`` if not given), or a function that is given the message with its decoded value, such as
@@ -136,6 +146,7 @@ class App:
         *,
         source: str,
         sink: str | Sink | None = None,
+        sinks: Sequence[str] = (),
         order: OrderName | Ordering = "key",
         on_failure: OnFailure | FailurePolicy = "skip",
         delivery: DeliveryMode = "at_least_once",
@@ -149,6 +160,7 @@ class App:
         version: str | None = None,
         spool: str | Path | None = None,
         decode: Decode | Literal["json", "text"] | None = None,
+        encode: Encode | Mapping[str, Encode] | None = None,
         event_type: str | Reader | None = None,
         unhandled: Unhandled | None = None,
         max_buffered: int = 65_536,
@@ -161,11 +173,13 @@ class App:
     ) -> None:
         if commit_interval is None:
             commit_interval = 0.05 if delivery == "exactly_once" else 1.0
+        topic = _first(name, sink, sinks)
         own_sink = sink if not isinstance(sink, str) and isinstance(sink, Sink) else None
         self._spec = AppSpec(
             name=name,
             source=source,
-            sink=None if own_sink is not None else sink,  # type: ignore[arg-type]  # anything else is refused below
+            sink=None if own_sink is not None else topic,  # type: ignore[arg-type]  # anything else is refused below
+            sinks=tuple(sinks) or ((topic,) if isinstance(topic, str) else ()),
             custom_sink=own_sink,
             order=ordering(order) or order,  # type: ignore[arg-type]  # validated() says what is wrong with it
             on_failure=failure_policy(on_failure) or on_failure,  # type: ignore[arg-type]  # as above
@@ -180,6 +194,7 @@ class App:
             version=version,
             spool=Path(spool) if isinstance(spool, str) else spool,
             decode=decode,
+            encode=dict(encode) if isinstance(encode, Mapping) else encode,
             event_type=event_type,
             unhandled=unhandled,
             max_buffered=max_buffered,
@@ -210,6 +225,11 @@ class App:
     def sink(self) -> str | None:
         """The topic that it writes; None when it writes none, or has a :class:`keylane.Sink` of its own."""
         return self._spec.sink
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """The topics that it writes results to; the first one is :attr:`sink`."""
+        return self._spec.sinks
 
     @property
     def dlq(self) -> str:
@@ -247,27 +267,41 @@ class App:
     def batch_stage(self, function: F, /) -> F: ...
     @overload
     def batch_stage(
-        self, /, *, max_size: int = 64, max_wait: float = 0.005, **options: Unpack[StageOptions]
+        self,
+        /,
+        *,
+        of: Literal["lanes", "lane"] = "lanes",
+        max_size: int = 64,
+        max_wait: float | None = None,
+        **options: Unpack[StageOptions],
     ) -> Callable[[F], F]: ...
     def batch_stage(
         self,
         function: F | None = None,
         /,
         *,
+        of: Literal["lanes", "lane"] = "lanes",
         max_size: int = 64,
-        max_wait: float = 0.005,
+        max_wait: float | None = None,
         **options: Unpack[StageOptions],
     ) -> F | Callable[[F], F]:
         """Declare a stage that is given the messages of many lanes at once, never two of one: a model, a bulk call.
+
+        With ``of="lane"`` it is given consecutive messages of one lane instead, in order; see below.
 
         It takes ``list[Message]``, a list of payloads, or a ``pyarrow.Table``, as its first parameter is annotated, and
         returns a list (or an Arrow array) with one result for each, in order. An exception in the list is the failure
         of that message alone; one that is raised is that of all, and each is retried or given up on its own. Anything
         else than a list of the same length is poison for all of them.
 
-        A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most, unless all
-        of ``max_concurrency`` batches are running: then it grows. Other options as for :meth:`stage`; ``timeout`` is
-        for the whole call, and ``breaker`` counts messages: of a batch that fails, all of them.
+        A batch has ``max_size`` messages at most, and its first one waits for ``max_wait`` seconds at most (0.005),
+        unless all of ``max_concurrency`` batches are running: then it grows. Other options as for :meth:`stage`;
+        ``timeout`` is for the whole call, and ``breaker`` counts messages: of a batch that fails, all of them.
+
+        ``of="lane"`` is for a hot key whose calls cost the same for one message and for many. A batch is what the lane
+        has when its turn comes; none waits for more. The messages pass in order. When one of them is an exception in
+        the list, those behind it run again, behind its retry. When the call raises, its messages are called one by
+        one. Such a stage is the app's only stage.
         """
 
         def declare(function: F) -> F:
@@ -276,9 +310,20 @@ class App:
                 raise SettingsError(
                     f"{where}: max_size must be a whole number of at least 1, got {max_size!r}"
                 )
-            if type(max_wait) not in (int, float) or not 0 <= max_wait < inf:
-                raise SettingsError(f"{where}: max_wait must be seconds, 0 or more, got {max_wait!r}")
-            batching = Batching(max_size=max_size, max_wait=float(max_wait))
+            if of not in ("lanes", "lane"):
+                raise SettingsError(
+                    f"{where}: of must be 'lanes' (one message of each) or 'lane' (consecutive messages of one), "
+                    f"got {of!r}"
+                )
+            wait = _BATCH_WAIT_SECONDS if max_wait is None else max_wait
+            if type(wait) not in (int, float) or not 0 <= wait < inf:
+                raise SettingsError(f"{where}: max_wait must be seconds, 0 or more, got {wait!r}")
+            if of == "lane" and max_wait:
+                raise SettingsError(
+                    f"{where}: max_wait={max_wait!r} does not fit of='lane': a batch has what its lane has, and does "
+                    "not wait for more. Leave out max_wait="
+                )
+            batching = Batching(max_size=max_size, max_wait=float(wait), of_lane=of == "lane")
             return self._declare(function, options, types=None, batching=batching)
 
         return declare if function is None else declare(function)
@@ -343,6 +388,7 @@ class App:
             name=name,
             function=function,
             is_async=_is_async(function),
+            yields=is_generator(function),
             takes=takes,
             retry=options.get("retry"),
             timeout=options.get("timeout"),
@@ -353,9 +399,10 @@ class App:
             batching=batching,
         )
         stage.check(where)
-        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        if stage.yields and batching is not None:
             raise SettingsError(
-                f"{where}: it is a generator; a {what} returns its result instead of yielding it"
+                f"{where}: it is a generator; a batch stage returns a list with one entry for each message. An entry "
+                "may be a generator: then what it yields are the results of that message"
             )
         for known in self._spec.stages:
             if known.name == name:
@@ -365,6 +412,17 @@ class App:
                     f"{where}: app {self.name!r} has {known.name!r} already; an app has either stages (@app.stage), "
                     "that every message passes, or handlers (@app.on) that each run for one type of message"
                 )
+            if known.yields and types is None:
+                raise SettingsError(
+                    f"{where}: the stage before it, {known.name!r}, is a generator, which must be the last stage: a "
+                    "message passes each stage once. Return one value there, and yield in the last stage"
+                )
+            for one in (known, stage):
+                if one.batching is not None and one.batching.of_lane:
+                    raise SettingsError(
+                        f"{where}: {one.name!r} has of='lane', so it must be the app's only stage, and there are "
+                        f"{known.name!r} and {name!r}"
+                    )
             if types == () == known.types:
                 raise SettingsError(f"{where}: {known.name!r} is the handler of all other types already")
         self._spec = self._spec.with_stage(stage)
@@ -384,6 +442,30 @@ class App:
         added = ResourceSpec(name=name, function=function, needs=needs_of(function, where))
         self._spec = self._spec.with_resources((*self._spec.resources.values(), added))
         return function
+
+    def lane_state(
+        self,
+        name: str,
+        /,
+        *,
+        ttl: float | None = None,
+        default: Callable[[], Any] | None = None,
+        migrate: Callable[[Any], Any] | None = None,
+        max_bytes: int = STATE_BYTES_MAX,
+    ) -> None:
+        """Set the options of a state that stages or handlers take as ``name: State[T]``.
+
+        ``ttl`` is the seconds after the last change until the value is removed. ``default`` makes the value of a lane
+        that has none; if not given, ``T()`` where ``T`` can be called without arguments, otherwise None. ``migrate`` is
+        called with the stored JSON when it does not fit ``T`` any more, and returns the value. ``max_bytes`` limits the
+        value as JSON; a larger one fails its message.
+        """
+        spec = StateSpec(name=name, ttl=ttl, default=default, migrate=migrate, max_bytes=max_bytes)
+        where = f"App {self.name!r}, state {name!r}"
+        spec.check(where)
+        if name in self._spec.state_options:
+            raise SettingsError(f"{where}: its options are set already")
+        self._spec = self._spec.with_state_options(spec)
 
     def middleware(self, function: F, /) -> F:
         """Declare a middleware: ``async def name(msg, call_next)`` that returns ``await call_next(msg)``.
@@ -451,6 +533,8 @@ class App:
         ``epoch`` is the seconds until the next epoch is planned (300); lanes keep running meanwhile. ``keep_alive`` is
         for how many seconds they do so without a Spark task (10); then they drain and are released. With 0 every epoch
         ends with a drain. ``tasks`` is how many tasks there are at most; as many as Spark has slots if not given.
+        ``shard``, such as ``"3/8"``, makes this run process the third of eight shares of the partitions; other runs,
+        each with a Spark application of its own, process the rest.
 
         ``checkpoint_location`` is Spark's checkpoint, a temporary one if not given; ``query_name`` the query's name in
         Spark, the app's if not given. ``format`` and ``path`` are the query's sink for outcome rows, as of
@@ -485,6 +569,7 @@ _SPARK_NAMES = {
     "epoch": "epoch",
     "keep_alive": "keepAlive",
     "tasks": "tasks",
+    "shard": "shard",
     "outcomes": "outcomes",
     "checkpoint_location": "checkpointLocation",
     "query_name": "queryName",
@@ -513,8 +598,26 @@ def _spark_options(given: RunOptions) -> dict[str, Any]:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async counts
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(call)
+        or is_async_generator(function)
+    )
 
 
 def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _first(name: str, sink: object, sinks: object) -> object:
+    """The topic of results without a topic. Raises :class:`SettingsError` for ``sinks`` that are not topics."""
+    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
+        raise SettingsError(
+            f"App {name!r}: sinks must be a tuple of topics, such as ('items', 'invoices'), got {sinks!r}"
+        )
+    if sinks and sink is not None:
+        raise SettingsError(
+            f"App {name!r}: it has sink={sink!r} and sinks={tuple(sinks)!r}; write only sinks=, with the topic of "
+            "results without a topic as the first"
+        )
+    return sinks[0] if sinks else sink

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from keylane.topic_names import dead_letter_topic, ledger_topic, state_topic, telemetry_topic
+from keylane.topic_names import (
+    dead_letter_topic,
+    lane_state_topic,
+    ledger_topic,
+    state_topic,
+    telemetry_topic,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ResourceKind(StrEnum):
@@ -71,8 +81,10 @@ def on_transactional_ids(app: str) -> Right:
     )
 
 
-def app_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tuple[Right, ...]:
-    """What a running app needs. Enough for the operators' commands too."""
+def app_rights(
+    app: str, source: str, sinks: Sequence[str], *, ledger: bool, states: bool = False
+) -> tuple[Right, ...]:
+    """What a running app needs. Enough for the operators' commands too. ``states``: its stages keep lane state."""
     read, write, create = Operation.READ, Operation.WRITE, Operation.CREATE
     state, dlq, telemetry, book = (
         named(app) for named in (state_topic, dead_letter_topic, telemetry_topic, ledger_topic)
@@ -81,7 +93,7 @@ def app_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tupl
         on_topic(source, read, "its messages"),
         on_topic(source, Operation.DESCRIBE_CONFIGS, "its size limit, for the app's own topics"),
     ]
-    if sink is not None:
+    for sink in sinks:
         found += [
             on_topic(sink, write, "results"),
             on_topic(sink, Operation.DESCRIBE_CONFIGS, "its size limit, and who sets timestamps"),
@@ -104,20 +116,26 @@ def app_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tupl
             on_topic(book, read, "`keylane verify`", optional=True),
             on_topic(book, write, "a record of every attempt"),
         ]
-    names = [state, dlq, telemetry, *([book] if ledger else [])]
+    if states:
+        found += [
+            on_topic(lane_state_topic(app), read, "lane state, only for apps that keep some"),
+            on_topic(lane_state_topic(app), write, "lane state, only for apps that keep some"),
+        ]
+    more = [*([book] if ledger else []), *([lane_state_topic(app)] if states else [])]
+    names = [state, dlq, telemetry, *more]
     found += [
         on_topic(name, create, "the first start, unless it exists", optional=name == telemetry)
         for name in names
     ]
     found += [
         on_topic(name, Operation.ALTER, "partitions that are added to the source later", optional=True)
-        for name in (state, dlq, *([book] if ledger else []))
+        for name in (state, dlq, *more)
     ]
     found += [on_group(app, read, "progress"), on_transactional_ids(app)]
     return tuple(found)
 
 
-def operator_rights(app: str, source: str, sink: str | None, *, ledger: bool) -> tuple[Right, ...]:
+def operator_rights(app: str, source: str, sinks: Sequence[str], *, ledger: bool) -> tuple[Right, ...]:
     """What a person needs who looks after an app with a user of their own, and does not run it."""
     read, write = Operation.READ, Operation.WRITE
     found = [
@@ -130,8 +148,7 @@ def operator_rights(app: str, source: str, sink: str | None, *, ledger: bool) ->
     ]
     if ledger:
         found.append(on_topic(ledger_topic(app), read, "`verify`", optional=True))
-        if sink is not None:
-            found.append(on_topic(sink, read, "`verify`", optional=True))
+        found += [on_topic(sink, read, "`verify`", optional=True) for sink in sinks]
     return tuple(found)
 
 
@@ -158,10 +175,10 @@ _HEAD = "| who | resource | operations | for |\n|---|---|---|---|\n"
 
 def rights_table() -> str:
     """The rights of everybody, as a table for the documentation."""
-    app, source, sink = "<app>", "the source", "the sink"
+    app, source, sinks = "<app>", "the source", ["the sink"]
     roles = {
-        "the app": app_rights(app, source, sink, ledger=True),
-        "an operator": operator_rights(app, source, sink, ledger=True),
+        "the app": app_rights(app, source, sinks, ledger=True, states=True),
+        "an operator": operator_rights(app, source, sinks, ledger=True),
         "`Publisher`": publisher_rights("the topic"),
         "`keylane.topic`": reader_rights("the topic"),
     }

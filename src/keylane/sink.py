@@ -19,13 +19,15 @@ class SinkResult:
     """One result of a message."""
 
     key: bytes | None
-    value: bytes
+    """The message's, if the result has none of its own."""
+    value: bytes | None
+    """None for a tombstone: ``Result(None)``."""
     headers: Headers
-    """The message's, with the result's own ``event-id``."""
+    """The message's and the result's own, with an ``event-id`` of the result."""
     event_id: str
     """The same in every attempt, so that the sink can recognise a result that it has already."""
     timestamp: int | None
-    """The message's, in milliseconds since 1970."""
+    """In milliseconds since 1970: the message's, if the result has none of its own."""
 
 
 @runtime_checkable
@@ -40,7 +42,7 @@ class Sink(Protocol):
         """Make clients and connections. An error ends the task."""
 
     async def write(self, results: Sequence[SinkResult], /) -> None:
-        """Return when the sink has all results of one message for good; its lane waits for that.
+        """Return when the sink has all results of one message for good, in order; its lane waits for that.
 
         Called for many messages at the same time, never for two of one key. What it raises is classified as a stage's
         errors are: the write is tried again, without the stages, or the message fails for good.

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from keylane.errors import SettingsError
 from keylane.handlers.encoding import refuse_type
+from keylane.handlers.state import near
 from keylane.lanes.ordering import Ordering, ordering
 from keylane.ledger import Ledger
 from keylane.offsets.slots import slot_of
@@ -25,6 +27,7 @@ from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
+from keylane.result import Result
 from keylane.telemetry_settings import Telemetry
 from keylane.topic_names import AppTopicNames
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from keylane.handlers.batches import Batching
     from keylane.handlers.middleware import Middleware
     from keylane.handlers.signature import Signature
+    from keylane.handlers.state import StateSpec
     from keylane.lanes.ordering import OrderName
     from keylane.message import Message
     from keylane.policies.classify import Rule
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 StageFunction = Callable[..., Any]
 ResourceFunction = Callable[..., AsyncIterator[Any] | Iterator[Any] | Awaitable[Any] | Any]
 Decode = Callable[[bytes], Any]
+Encode = Callable[[Any], bytes | None]
 Reader = Callable[["Message"], Any]
 """Reads something off a message."""
 DeliveryMode = Literal["at_least_once", "exactly_once"]
@@ -87,6 +92,8 @@ class StageSpec:
     """The event types of a handler, none for the one of all others; None for a stage."""
     batching: Batching | None = None
     """Of a batch stage."""
+    yields: bool = False
+    """Whether it is a generator, which yields its results."""
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -149,8 +156,14 @@ class AppSpec(AppTopicNames):
     hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
     middleware: tuple[Middleware, ...] = ()
     """Around every attempt, the first one outermost."""
+    state_options: Mapping[str, StateSpec] = field(default_factory=dict)
+    """Options of states, by name."""
     custom_sink: Sink | None = None
     """Where results go that are not written to Kafka; then ``sink`` is None."""
+    sinks: tuple[str, ...] = ()
+    """All topics that results are written to; ``sink`` is the first."""
+    encode: Encode | Mapping[str, Encode] | None = None
+    """Makes bytes of a result's value: for all topics, or by topic."""
 
     def validated(self) -> AppSpec:
         """The same, when its settings can work together. Raises :class:`SettingsError` that names what cannot."""
@@ -166,6 +179,14 @@ class AppSpec(AppTopicNames):
             raise SettingsError(
                 f"{where}: sink must be an object, found the class {name}; write sink={name}(…)"
             )
+        for sink in self.sinks:
+            if not _is_topic_name(sink):
+                raise SettingsError(
+                    f"{where}: each of sinks must be 1 to 249 letters, digits, dots, dashes and underscores, "
+                    f"got {sink!r}"
+                )
+        if len(set(self.sinks)) < len(self.sinks):
+            raise SettingsError(f"{where}: sinks={self.sinks!r} names a topic twice")
         if len(self.name) > _NAME_CHARACTERS_MAX:
             raise SettingsError(
                 f"App {self.name[:20]!r}… is too long: {_NAME_CHARACTERS_MAX} characters at most, "
@@ -173,19 +194,36 @@ class AppSpec(AppTopicNames):
             )
         _expect(where, _APP_CHECKS, self)
         self._check_topics(where)
+        self._check_encode(where)
         for wrong, why in self._contradictions():
             if wrong:
                 raise SettingsError(f"{where}: {why}")
         return self
 
     def _check_topics(self, where: str) -> None:
-        if self.source == self.sink:
+        if self.source in self.sinks:
             raise SettingsError(
                 f"{where}: source and sink are both {self.source!r}; it would read its own results endlessly"
             )
-        for own in (self.dlq, self.state, self.ledger_topic, self.telemetry_topic):
-            if own in (self.source, self.sink):
+        for own in (self.dlq, self.state, self.lane_state, self.ledger_topic, self.telemetry_topic):
+            if own in (self.source, *self.sinks):
                 raise SettingsError(f"{where}: {own!r} is the app's own topic, not a source or sink")
+
+    def _check_encode(self, where: str) -> None:
+        if isinstance(self.encode, Mapping):
+            for topic, function in self.encode.items():
+                if topic not in self.sinks:
+                    known = ", ".join(map(repr, self.sinks)) or "none"
+                    raise SettingsError(
+                        f"{where}: encode= has a function for {topic!r}, which is not a sink; sinks: {known}"
+                    )
+                if not callable(function):
+                    raise SettingsError(f"{where}: encode[{topic!r}] must be a function, got {function!r}")
+        elif self.encode is not None and not callable(self.encode):
+            raise SettingsError(
+                f"{where}: encode must be a function that makes bytes of a result's value, a dict of such functions by "
+                f"topic, or None, got {self.encode!r}"
+            )
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Settings that do not work together: whether they are given, and why not."""
@@ -277,12 +315,50 @@ class AppSpec(AppTopicNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Read-only views of dicts cannot be pickled; the dicts can."""
-        return {**self.__dict__, "resources": dict(self.resources), "hooks": dict(self.hooks)}
+        return {
+            **{name: value for name, value in self.__dict__.items() if name != "states"},  # computed again
+            "resources": dict(self.resources),
+            "hooks": dict(self.hooks),
+            "state_options": dict(self.state_options),
+        }
 
     def slot_of(self, key: bytes | None, offset: int) -> int:
         """The slot of a message in its partition's ring: its owner runs the message."""
         # A partition that is not splittable is whole, except for ranges left from a time when its order was "key".
         return slot_of(key if self.order.has_lanes else None, offset)
+
+    @cached_property
+    def states(self) -> Mapping[str, StateSpec]:
+        """The states that its stages and handlers take, by name. Raises :class:`SettingsError` if two types differ."""
+        found: dict[str, StateSpec] = {}
+        for stage in self.stages:
+            for taken in stage.takes.states:
+                known = found.get(taken.state)
+                if (
+                    known is not None
+                    and taken.spec.type != known.type
+                    and Any not in (known.type, taken.spec.type)
+                ):
+                    raise SettingsError(
+                        f"App {self.name!r}, stage {stage.name!r}: state {taken.state!r} is {taken.spec.shown}, and "
+                        f"another stage takes it as {known.shown}; a name has one type"
+                    )
+                if known is None or known.type is Any:
+                    found[taken.state] = taken.spec
+        for name, spec in found.items():
+            if (options := self.state_options.get(name)) is not None:
+                found[name] = replace(
+                    spec,
+                    ttl=options.ttl,
+                    default=options.default,
+                    migrate=options.migrate,
+                    max_bytes=options.max_bytes,
+                )
+        return MappingProxyType(found)
+
+    def with_state_options(self, options: StateSpec) -> AppSpec:
+        """The same app with the options of one state."""
+        return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
 
     @property
     def dispatches(self) -> bool:
@@ -297,6 +373,8 @@ class AppSpec(AppTopicNames):
             )
         self._check_handlers()
         self._check_results()
+        self._check_states()
+        self._check_lane_batches()
         known: list[str] = []
         for resource in self.resources.values():
             for need in resource.needs:
@@ -320,13 +398,51 @@ class AppSpec(AppTopicNames):
         """What the last stage returns is written: a type that never can be is refused before it has any effect."""
         if self.sink is None and self.custom_sink is None and self.commit != "epoch":
             return
+        for stage in () if self.dispatches else self.stages[:-1]:
+            if stage.takes.returns is Result:
+                raise SettingsError(
+                    f"App {self.name!r}, stage {stage.name!r}: it returns a Result, and {self.stages[-1].name!r} comes "
+                    "after it. Only the last stage writes results: return the value that the next stage needs"
+                )
         for stage in self.stages if self.dispatches else self.stages[-1:]:
+            if self.encode is not None:  # it knows types that JSON does not
+                continue
             why = refuse_type(stage.takes.returns)
             if why is not None:
                 raise SettingsError(
                     f"App {self.name!r}, stage {stage.name!r}: its result cannot be written: {why}. Return bytes, "
                     "text, a dict, a dataclass, a pydantic model or a msgspec.Struct"
                 )
+
+    def _check_states(self) -> None:
+        where, states = f"App {self.name!r}", self.states
+        for name in self.state_options:
+            if name not in states:
+                raise SettingsError(f"{where}: no stage takes the state {name!r}{near(name, list(states))}")
+        if states and not self.order.has_lanes:
+            raise SettingsError(
+                f"{where}: a state belongs to a lane, and with order={self.order!r} there are none"
+            )
+        if states and self.commit == "epoch":
+            raise SettingsError(
+                f"{where}: commit='epoch' does not work with states: a state changes when its message is done, and "
+                "there nothing is done before Spark has the whole epoch"
+            )
+
+    def _check_lane_batches(self) -> None:
+        for stage in self.stages:
+            if stage.batching is None or not stage.batching.of_lane:
+                continue
+            for what, given in (
+                ("versions=", self.versions is not None),
+                ("middleware", bool(self.middleware)),
+                ("a State", bool(stage.takes.states)),
+            ):
+                if given:
+                    raise SettingsError(
+                        f"App {self.name!r}, batch stage {stage.name!r}: of='lane' does not work with {what}, which is "
+                        "about one message at a time; use of='lanes'"
+                    )
 
     def _check_handlers(self) -> None:
         where = f"App {self.name!r}"

@@ -13,6 +13,11 @@ def state_topic(app: str) -> str:
     return f"{app}.state"
 
 
+def lane_state_topic(app: str) -> str:
+    """The topic of the values that the app's stages keep for their lanes, if any does."""
+    return f"{app}.lane-state"
+
+
 def ledger_topic(app: str) -> str:
     """The topic of the app's ledger, if it keeps one."""
     return f"{app}.ledger"
@@ -38,6 +43,11 @@ class AppTopicNames:
     def state(self) -> str:
         """The topic of the app's own state."""
         return state_topic(self.name)
+
+    @property
+    def lane_state(self) -> str:
+        """The topic of the values that the app's stages keep for their lanes, if any does."""
+        return lane_state_topic(self.name)
 
     @property
     def ledger_topic(self) -> str:

@@ -312,3 +312,4 @@ def test_verify_command_prints_and_exits_by_its_findings(
     missing = verify("nobody")
     assert missing.returncode == 2
     assert "the ledger of app 'nobody', topic 'nobody.ledger' does not exist" in missing.stderr
+    assert "The app writes it with App(…, ledger=Ledger())" in missing.stderr

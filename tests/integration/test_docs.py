@@ -105,7 +105,17 @@ def test_the_readme_word_by_word(tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
-    documents = ("failures", "events", "batching", "testing", "audit", "telemetry", "choosing", "extending")
+    documents = (
+        "failures",
+        "events",
+        "results",
+        "batching",
+        "testing",
+        "audit",
+        "telemetry",
+        "choosing",
+        "extending",
+    )
     for document in (f"docs/{name}.md" for name in documents):
         snippets = blocks(document, "python")
         assert snippets
@@ -176,6 +186,7 @@ COMMANDS = [
     "verify",
     "lag",
     "metrics",
+    "console",
 ]
 
 

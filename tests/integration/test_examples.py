@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from keylane.broker import Broker
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("chat", "payments", "http_sink")
+QUICK = ("chat", "payments", "http_sink", "order_items")
 OTHERS = ("orders", "versions", "backfill")
 
 

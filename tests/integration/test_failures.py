@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SOON = Retry(attempts=4, wait_initial=0.02, wait_max=0.1)
 ACTS_WITHIN = 2.0
-"""Seconds from an operator's order to the lane that moves."""
+"""Seconds from an operator's command to the lane that moves."""
 
 
 def letters(log: Log, name: str) -> list[DeadLetter]:

@@ -7,19 +7,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, TopicPartition
 
+from keylane.broker import Broker
 from keylane.errors import BrokerError, FencedError, TakenOverError
+from keylane.kafka import transactional_client
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.transactional_client import discard, transactional_producer
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.slots import ALL, Slots
-from keylane.state import ownership
+from keylane.state import fences, ownership
 from keylane.state.ownership import (
     ANSWER_SECONDS,
     LEAVING_EVERY_SECONDS,
@@ -29,12 +32,14 @@ from keylane.state.ownership import (
     take_over,
 )
 from keylane.state.topic import StateTopic
+from support.raw_kafka import hanging_record
 from support.state_log import LABELS
-from support.topics import wait_until
+from support.topics import Log, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from keylane.kafka.settings import KafkaSettings
-    from support.topics import Log
 
 
 class Owner:
@@ -369,6 +374,78 @@ def test_abandoned_claim_blocks_no_other(log: Log, app: str) -> None:
     began = time.monotonic()
     assert other.claim()
     assert time.monotonic() - began < 5
+
+
+def count_fences(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the new clients of each transactional id, in a claim."""
+    counted: Counter[str] = Counter()
+
+    def counting(settings: KafkaSettings, transactional_id: str, *more: Any) -> Any:
+        counted[transactional_id] += 1
+        return transactional_producer(settings, transactional_id, *more)
+
+    for module in (ownership, transactional_client):
+        monkeypatch.setattr(module, "transactional_producer", counting)
+    return counted
+
+
+def leave_claim_open(owner: Owner) -> None:
+    """What is left of a worker that is killed while it claims."""
+    owner.ownership._owned = dict.fromkeys(range(2), owner.slots)
+    client = owner.writer._client
+    for partition, name, value in owner.ownership._notes():
+        client.put((owner.state.topic, value, name, partition))
+    client._producer.flush(5)
+
+
+def test_worker_killed_while_it_claims_is_fenced(log: Log, app: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transaction hides its own claim, and that the owner before it was fenced."""
+    old = Owner(log.settings, app, "old")
+    assert old.claim()
+    killed = Owner(log.settings, app, "killed")
+    leave_claim_open(killed)
+    new = Owner(log.settings, app, "new")
+    counted = count_fences(monkeypatch)
+    began = time.monotonic()
+    assert not new.claim()
+    assert time.monotonic() - began < 20, "not when the broker ends the transaction, after a minute"
+    assert counted == {old.writer.id: 1, killed.writer.id: 1}
+    new.commit(10)
+    for one in (old, killed):
+        with pytest.raises(FencedError):
+            one.commit(11)
+
+
+def test_transaction_that_the_coordinator_forgot_is_ended(
+    app: str, unverified: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a broker's restart: no fence ends it, and nothing behind it can be read."""
+    monkeypatch.setattr(fences, "HANGING_SECONDS", 3.0)
+    log = unverified
+    log.create(f"{app}.in", f"{app}.state", f"{app}.out", partitions=2)
+    old = Owner(log.settings, app, "old")
+    assert old.claim()
+    old.commit(10)
+    hanging_record(log.bootstrap, old.writer.id, {f"{app}.state": 1, f"{app}.out": 0})
+    new = Owner(log.settings, app, "new")
+    new.writer.limits = {f"{app}.state": 0, f"{app}.out": 0}
+    counted = count_fences(monkeypatch)
+    began = time.monotonic()
+    assert not new.claim()
+    assert time.monotonic() - began < 25
+    assert counted[old.writer.id] <= 3, "one fence, and one abort for each of the two places"
+    for topic in (f"{app}.state", f"{app}.out"):
+        assert log.cluster.ends(topic, range(2)) == log.cluster.ends(topic, range(2), committed=True)
+    assert [row.value for row in log.read(f"{app}.out")] == []
+    new.commit(11)
+    assert progress(log, app) == 11
+
+
+@pytest.fixture
+def unverified() -> Iterator[Log]:
+    """A broker that takes a record of a transaction that its coordinator does not know, as old brokers do."""
+    with Broker(settings={"transaction.partition.verification.enable": False}) as broker:
+        yield Log(broker.bootstrap)
 
 
 def test_owners_of_other_slots_leave_each_other_alone(log: Log, app: str) -> None:

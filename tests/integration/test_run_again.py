@@ -62,7 +62,7 @@ def test_failed_query_or_jvm_restarts_until_taken_over(
     sent = log.send(f"{name}.in", load(0, 2_000))
     with Running(tmp_path, "shop:app", "--bootstrap", broker.bootstrap, "--master", "local[2]") as run:
         run.says("the query failed: a Python worker ended unexpectedly, 4 times in a row")
-        run.says("It is started again in 1 s (failure 1 in a row)")
+        run.says("Restarting it in 1 s (failure 1 in a row)")
         (tmp_path / "fixed").touch()
         run.says("runs again")
         run.until(lambda: log.lag(name, f"{name}.in") == 0, 60, "everything is done")

@@ -109,7 +109,7 @@ def run(user: Any, app: App) -> list[Outcome]:
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
 def test_documented_rights_are_enough(secured: Broker, log: Log, name: str, delivery: Any) -> None:
     app, fixed = make(name, delivery, ledger=True)
-    rights = app_rights(name, "source", "sink", ledger=True)
+    rights = app_rights(name, "source", ["sink"], ledger=True)
     necessary = [
         right for right in rights if not right.optional or right.name.endswith((".dlq", ".telemetry"))
     ]
@@ -122,7 +122,7 @@ def test_documented_rights_are_enough(secured: Broker, log: Log, name: str, deli
     assert {letter.key for letter in letters} == {b"k7"}
     fixed.append(True)
     operator_file = secured.access.add_user(
-        f"{name}-op", operator_rights(name, "source", "sink", ledger=True)
+        f"{name}-op", operator_rights(name, "source", ["sink"], ledger=True)
     )
     with AdminClient(settings(secured, operator_file), name) as operator:
         command = operator.command("redrive", partition=letters[0].partition, key=b"k7")
@@ -147,19 +147,19 @@ def test_documented_rights_are_enough(secured: Broker, log: Log, name: str, deli
 
 def test_certificate_is_a_login(secured: Broker, log: Log, name: str) -> None:
     app, _ = make(name)
-    options = secured.access.add_certificate(name, app_rights(name, "source", "sink", ledger=False))
+    options = secured.access.add_certificate(name, app_rights(name, "source", ["sink"], ledger=False))
     send(log, [(b"k", b"good")])
     assert Outcome.OK in run(As(log, settings(secured, options)), app)
 
 
-NEEDED = [right for right in app_rights("APP", "source", "sink", ledger=True) if not right.optional]
+NEEDED = [right for right in app_rights("APP", "source", ["sink"], ledger=True) if not right.optional]
 
 
 @pytest.mark.parametrize("right", NEEDED, ids=str)
 def test_missing_right_is_named_and_ends_the_run(secured: Broker, log: Log, right: Right) -> None:
     name = f"missing{next(_numbers)}"
-    rights = app_rights(name, "source", "sink", ledger=True)
-    missing = rights[app_rights("APP", "source", "sink", ledger=True).index(right)]
+    rights = app_rights(name, "source", ["sink"], ledger=True)
+    missing = rights[app_rights("APP", "source", ["sink"], ledger=True).index(right)]
     app, _ = make(name, ledger=True)
     if missing.operation is not Operation.CREATE:
         for topic in (app.dlq, app.spec.state, app.spec.ledger_topic, app.spec.telemetry_topic):
@@ -167,7 +167,7 @@ def test_missing_right_is_named_and_ends_the_run(secured: Broker, log: Log, righ
     given = [each for each in rights if each != missing]
     user: Any = As(log, settings(secured, secured.access.add_user(name, given)))
     send(log, [(b"k", b"good")])
-    facts = AppFacts(name=name, source="source", sink="sink", ledger=True)
+    facts = AppFacts(name=name, source="source", sinks=("sink",), ledger=True)
     findings = judge_rights(facts, probe_cluster(user.settings, facts))
     (fault,) = [each.found for each in findings if each.level is Level.FAULT]
     assert fault == f"no {missing}"
@@ -213,7 +213,7 @@ def test_expired_certificate_is_named(secured: Broker, log: Log) -> None:
 @pytest.mark.usefixtures("quick")
 def test_rotated_password_ends_the_run_with_its_name(secured: Broker, log: Log, name: str) -> None:
     app, _ = make(name)
-    rights = app_rights(name, "source", "sink", ledger=False)
+    rights = app_rights(name, "source", ["sink"], ledger=False)
     old = settings(secured, secured.access.add_user(name, rights))
     user: Any = As(log, old)
     send(log, [(b"k", b"good")])
@@ -233,7 +233,7 @@ def test_publisher_needs_write_only(secured: Broker, log: Log) -> None:
     with Publisher("source", bootstrap=secured.bootstrap, **options) as publisher:
         publisher.send(b"good", key=b"k")
     secured.access.deny("publisher", publisher_rights("source"))
-    secured.access.allow("publisher", operator_rights("none", "source", None, ledger=False))
+    secured.access.allow("publisher", operator_rights("none", "source", [], ledger=False))
     with (
         pytest.raises(DeliveryError, match="Allow this user Write on topic 'source'"),
         Publisher("source", bootstrap=secured.bootstrap, **options) as publisher,
@@ -255,7 +255,7 @@ async def work(msg) -> bytes:
 @pytest.mark.timeout(240)
 def test_right_taken_away_ends_keylane_run(secured: Broker, log: Log, name: str, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(APP.format(name=name))
-    rights = app_rights(name, "source", "sink", ledger=False)
+    rights = app_rights(name, "source", ["sink"], ledger=False)
     path = secured.access.add_user(name, rights)
     send(log, [(b"k", b"good")])
     arguments = ("--bootstrap", secured.bootstrap, "-o", f"@{path}", "--master", "local[2]")

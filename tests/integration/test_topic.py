@@ -342,7 +342,7 @@ def test_stream_of_a_deleted_topic_fails_or_waits(
     assert lenient.latestOffset(stood, ReadAllAvailable()) == stood
     log.create(name, partitions=1)
     log.send(name, numbered(3))
-    with pytest.raises(DataLossError, match=f"{name}/0 ends at offset 3, before 10, where reading stands"):
+    with pytest.raises(DataLossError, match=f"{name}/0 ends at offset 3, before 10, up to which it was read"):
         strict.latestOffset(stood, ReadAllAvailable())
     back = lenient.latestOffset(stood, ReadAllAvailable())
     assert back == {name: {"0": 0}}

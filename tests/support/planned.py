@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from keylane.kafka.cluster import Cluster
+from keylane.offsets.shard import WHOLE
 from keylane.spark.packaging import AppPackage
 from keylane.spark.source import LaneReader, RunPlan
 from keylane.state.ownership import take_over
@@ -20,10 +21,18 @@ if TYPE_CHECKING:
 def run_plan(log: Log, app: App, **changes: Any) -> RunPlan:
     """The plan of a new run of this app, as ``app.start`` makes it."""
     topics = Cluster(log.settings).prepare(app.spec)
-    run = changes.pop("run", "r1")
+    run, shard = changes.pop("run", "r1"), changes.get("shard", WHOLE)
     settings: dict[str, Any] = {
         "run": run,
-        "since": take_over(log.settings, app.name, app.spec.state, topics.partitions, run),
+        "since": take_over(
+            log.settings,
+            app.name,
+            app.spec.state,
+            topics.partitions,
+            run,
+            shard,
+            commits=app.spec.commit == "epoch",
+        ),
         "app": app.name,
         "topic": app.source,
         "package": AppPackage(),

@@ -13,7 +13,8 @@ from keylane.telemetry.snapshot import LaneFigures, PartitionFigures, Snapshot
 def snapshot(**given: Any) -> Snapshot:
     """``done`` messages; ``dead=…`` and the like are how many ended so, the rest is ok."""
     known: dict[str, Any] = {
-        "app": "chat", "source": "chat.in", "run": "r1", "epoch": 3, "task": 0, "plan": 0, "owner": "host:1/0",
+        "app": "chat", "source": "chat.in", "run": "r1", "shard": "1/1", "epoch": 3, "task": 0, "plan": 0,
+        "owner": "host:1/0",
         "life": "a", "began": 100.0, "at": 101.0, "interval": 1.0, "final": False, "progressed": 101.0, "done": 10,
         "order": "key", "retries": 4, "dropped": 0,
         "lanes": LaneFigures(all=5, running=2, blocked=1), "held": 7, "early": 0, "capacity": 100,

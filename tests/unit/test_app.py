@@ -10,7 +10,7 @@ import pytest
 from keylane import App, Message, Retry, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
 
 def named(value: object) -> str:
@@ -176,14 +176,6 @@ def many(msg: Message, *clients: object) -> None: ...
 def anything(msg: Message, **clients: object) -> None: ...
 
 
-def generator(msg: Message) -> Iterator[int]:
-    yield 1
-
-
-async def async_generator(msg: Message) -> AsyncIterator[int]:
-    yield 1
-
-
 def by_name_only(*, msg: Message) -> None: ...
 
 
@@ -196,8 +188,6 @@ def by_place_only(msg: Message, http: object, /) -> None: ...
         (no_argument, "stage 'no_argument': it takes no argument; a stage is given the message"),
         (many, "'*clients' names no resource; list the resources it takes by name"),
         (anything, "'*clients' names no resource"),
-        (generator, "it is a generator; a stage returns its result instead of yielding it"),
-        (async_generator, "it is a generator"),
         (by_name_only, "'msg' is keyword-only; the message comes by position"),
         (by_place_only, "'http' is positional-only; resources come by name"),
         (42, "it is not a function whose parameters can be read"),

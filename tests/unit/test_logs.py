@@ -335,6 +335,9 @@ def test_settings_errors_and_logs_have_no_secrets(
             False,
         ),
         ("GETPID", "Failed to acquire idempotence PID: Broker: Cluster authorization failed", True),
+        ("METADATAUPDATE", "new leader-1 not found in cache", False),
+        ("ADDOFFSETS", "TxnCoordinator: Failed to add offsets to transaction: Local: Timed out", False),
+        ("ADDOFFSETS", "TxnCoordinator: Failed to add offsets: Broker: Group authorization failed", True),
     ],
 )
 def test_client_noise_of_a_fresh_broker_is_left_out(

@@ -12,17 +12,17 @@ def test_documented_table_is_the_one_of_the_code() -> None:
 
 
 def test_app_without_sink_and_ledger_needs_neither() -> None:
-    names = {right.name for right in app_rights("shop", "orders", None, ledger=False)}
+    names = {right.name for right in app_rights("shop", "orders", [], ledger=False)}
     assert names == {"orders", "shop.state", "shop.dlq", "shop.telemetry", "shop", "shop."}
 
 
 def test_operator_writes_only_the_state_topic() -> None:
-    rights = operator_rights("shop", "orders", "receipts", ledger=True)
+    rights = operator_rights("shop", "orders", ["receipts"], ledger=True)
     assert [r.name for r in rights if r.operation is Operation.WRITE] == ["shop.state"]
     assert not [r for r in rights if r.kind is ResourceKind.TRANSACTIONAL_ID]
 
 
 def test_only_the_prefix_of_transactional_ids_is_open() -> None:
-    rights = app_rights("shop", "orders", "receipts", ledger=True)
+    rights = app_rights("shop", "orders", ["receipts"], ledger=True)
     assert {right.name for right in rights if right.prefix} == {"shop."}
     assert {right.kind for right in rights if right.prefix} == {ResourceKind.TRANSACTIONAL_ID}

@@ -17,12 +17,17 @@ from campaign.scene import Zombie, wait_for
 from keylane.broker.errors import PortTakenError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from campaign.plan import Shot
     from campaign.scene import Scene
     from campaign.workload import TaskLine
     from keylane.broker.node import Node
+
+
+CONTINUES_SECONDS_MAX = 12.0
+"""After a driver's death, from the start of the next run until its first message runs: lanes that nobody serves end
+after 10 s."""
 
 
 def strike(scene: Scene, shot: Shot) -> None:
@@ -92,11 +97,115 @@ def _planner(scene: Scene, _shot: Shot) -> None:
 
 def _driver(scene: Scene, _shot: Shot) -> None:
     with scene.lifecycle:
-        pid = scene.driver.pid
+        pid, before = scene.driver.pid, {line.pid for line in scene.spec.tasks()}
         scene.driver.kill()
         scene.note(f"killed driver {pid}")
         scene.start_app()
         scene.note(f"driver is back as {scene.driver.pid}")
+        if len(scene.plan.shots) == 1:
+            _await_continuation(scene, before)
+
+
+def _await_continuation(scene: Scene, before: set[int]) -> None:
+    """Wait until a message runs in a worker that was not there before. Raises RuntimeError if that takes too long."""
+    began = time.monotonic()
+
+    def found() -> bool | None:
+        workers = {line.pid for line in scene.spec.tasks()} - before
+        return any(map(scene.has_history, workers)) or None
+
+    try:
+        wait_for(found, CONTINUES_SECONDS_MAX, "a message runs")
+    except TimeoutError:
+        if scene.log.lag(scene.spec.name, scene.spec.source):
+            raise RuntimeError(
+                f"no message ran within {CONTINUES_SECONDS_MAX:g} s of the next run's start"
+            ) from None
+    scene.note(f"the next run continued after {time.monotonic() - began:.1f} s")
+
+
+def _abandoned(scene: Scene, shot: Shot) -> None:
+    line = _pick_task(scene, shot)
+    workers = [one.pid for one in scene.live_tasks()]
+    with scene.lifecycle:
+        daemon = parent(line.pid)
+        _kill(daemon)  # it would pass the driver's end on to its workers
+        wait_for(lambda: None if running(daemon) else True, 5, "the daemon is gone")
+        scene.note("killed the daemon of the workers")
+        _driver(scene, shot)
+        left = [pid for pid in workers if running(pid)]
+        scene.note(f"workers of the dead driver that still run: {left}")
+
+
+@contextlib.contextmanager
+def _no_next_epoch(scene: Scene) -> Iterator[None]:
+    """No epoch is planned meanwhile: the one that runs ends, and lanes run on without a task."""
+    # The other fault may have killed the driver, which comes back.
+    planner = wait_for(lambda: _planners(scene) or None, 60, "there is a planner")[-1]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(planner, signal.SIGSTOP)
+    scene.note(f"stopped planner {planner}")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(planner, signal.SIGCONT)
+        scene.note(f"planner {planner} goes on")
+
+
+def _await_detached(scene: Scene, shot: Shot) -> TaskLine:
+    """Wait until the epoch has ended; the last task of a worker whose lanes still run. Only without a next epoch."""
+    time.sleep(0.5)  # what was planned a moment ago begins
+    lines = wait_for(lambda: scene.live_tasks() or None, 40, "an epoch runs")
+    time.sleep(max(0.0, max(line.at for line in lines) / 1e9 + scene.plan.epoch + 0.5 - time.monotonic()))
+
+    def found() -> TaskLine | None:
+        at_work = [line for line in scene.live_tasks() if scene.is_busy(line)]
+        return at_work[int(shot.pick * len(at_work))] if at_work else None
+
+    line = wait_for(found, 20, "a worker's lanes run without a task")
+    scene.note(f"the lanes of worker {line.pid} run without a task")
+    return line
+
+
+def _detached(scene: Scene, shot: Shot) -> None:
+    with _no_next_epoch(scene):
+        line = _await_detached(scene, shot)
+        _kill(line.pid)
+        scene.note(f"killed worker {line.pid}")
+
+
+def _attach(scene: Scene, shot: Shot) -> None:
+    with _no_next_epoch(scene):
+        line = _await_detached(scene, shot)
+        last = max(one.number for one in scene.spec.tasks())
+        zombie = _stop(scene, line)
+    try:
+        # Spark gives a task to the worker, which does not answer; then the task is taken away from it.
+        time.sleep(2.0)
+        begun = {one.number for one in scene.spec.tasks()}
+        with scene.lifecycle:
+            hang = [number for number in range(last + 1, last + 9) if number not in begun]
+            taken = [number for number in hang if scene.driver.alive and scene.driver.kill_task(number)]
+        scene.note(f"took tasks {taken} away from it")
+        if taken:
+            new = scene.await_task(time.monotonic_ns(), elsewhere={line.pid})
+            scene.note(f"its part began again in worker {new.pid} ({new.owner})")
+    finally:
+        _wake(scene, shot, [zombie])
+
+
+def _elsewhere(scene: Scene, shot: Shot) -> None:
+    line = _pick_task(scene, shot)
+    (scene.driver.spared / str(line.pid)).touch()
+    with scene.lifecycle:
+        taken = scene.driver.kill_task(line.number)
+    scene.note(f"took task {line.number} away from worker {line.pid}, which lives on: {taken}")
+    if taken:
+        new = scene.await_task(time.monotonic_ns(), task=line.task)
+        scene.note(
+            f"its task began again in worker {new.pid} ({new.owner}); the old one runs: {running(line.pid)}"
+        )
 
 
 def _down(scene: Scene, shot: Shot, node: Node, why: str) -> None:
@@ -272,4 +381,8 @@ _DOING: dict[Kind, Callable[[Scene, Shot], None]] = {
     Kind.OFFSETS: _offsets,
     Kind.RESTART: _restart,
     Kind.PLANNER: _planner,
+    Kind.DETACHED: _detached,
+    Kind.ABANDONED: _abandoned,
+    Kind.ATTACH: _attach,
+    Kind.ELSEWHERE: _elsewhere,
 }

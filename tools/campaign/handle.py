@@ -38,6 +38,8 @@ class Driver:
         self.master = master
         self.on_event: Callable[[dict[str, Any]], None] = lambda _event: None
         self._log = log
+        self.spared = log.with_suffix(".spared")
+        """Names of files in it are pids of workers that Spark does not get killed: see :mod:`campaign.daemon`."""
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
@@ -62,6 +64,8 @@ class Driver:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([str(top / "tools"), str(top / "tests"), *known]),
         }
+        self.spared.mkdir(exist_ok=True)
+        env["KEYLANE_CAMPAIGN_SPARED"] = str(self.spared)
         # Java is up sooner and leaves more of the machine to others; nothing is measured here.
         env["JAVA_TOOL_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
         if self.master.startswith("local-cluster"):

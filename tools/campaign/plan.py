@@ -35,6 +35,22 @@ class Kind(Enum):
     DRIVER_EDGE = (23, "driver-edge", "the same for the driver")
     BROKER_EDGE = (24, "broker-edge", "the same for the broker")
     ZOMBIE_EDGE = (26, "zombie-edge", "the same for a worker that is stopped and goes on later")
+    DETACHED = (31, "detached", "kill -9 of a worker between two epochs, while its lanes run without a task")
+    ABANDONED = (
+        33,
+        "abandoned",
+        "kill -9 of the driver and of the workers' daemon: nobody ends the workers' lanes",
+    )
+    ATTACH = (
+        36,
+        "attach",
+        "SIGSTOP of a worker between two epochs; its part moves in the next; SIGCONT: it goes on",
+    )
+    ELSEWHERE = (
+        37,
+        "elsewhere",
+        "a task begins again in another worker while calls still run in the old one",
+    )
     COMMITS_EDGE = (29, "commits-edge", "the same for connections that are cut at a commit")
 
     def __init__(self, ending: int, label: str, about: str) -> None:
@@ -46,6 +62,11 @@ class Kind(Enum):
     def at_edge(self) -> bool:
         """Whether it strikes where an epoch ends."""
         return self.label.endswith("-edge")
+
+    @property
+    def between_epochs(self) -> bool:
+        """Whether it waits until no task is attached to a worker's lanes."""
+        return self in (Kind.DETACHED, Kind.ATTACH)
 
     @property
     def plain(self) -> Kind:
@@ -86,6 +107,8 @@ class Plan:
     rate: float
     keys: int
     patient: bool = False
+    slow: bool = False
+    """Whether a few calls take seconds."""
 
     @classmethod
     def of(cls, seed: int, *, patient: bool = False) -> Plan:
@@ -93,11 +116,14 @@ class Plan:
         rng = random.Random(f"plan {seed}")
         single = next((kind for kind in Kind if kind.ending == seed % SEED_STEP), None)
         kinds = [single] if single else rng.sample([kind for kind in Kind if kind is not Kind.NONE], 2)
-        edge = any(kind.at_edge for kind in kinds)
+        edge = any(kind.at_edge or kind.between_epochs for kind in kinds)
+        slow = not {Kind.DETACHED, Kind.ABANDONED, Kind.ATTACH, Kind.ELSEWHERE}.isdisjoint(kinds)
         rate = rng.choice([300.0, 400.0, 500.0])
         seconds = rng.uniform(4.5, 6.0)
         if any(kind.plain in (Kind.ZOMBIE, Kind.ORPHAN) for kind in kinds):
             seconds += 2.5
+        if slow:
+            seconds += 4.0  # until an epoch has ended, and the next is there
         return cls(
             seed=seed,
             shots=tuple(_shot(kind, rng, patient=patient) for kind in kinds if kind is not Kind.NONE),
@@ -106,6 +132,7 @@ class Plan:
             rate=rate,
             keys=rng.choice([30, 60, 90]),
             patient=patient,
+            slow=slow,
         )
 
     @property
@@ -138,7 +165,7 @@ def _shot(kind: Kind, rng: random.Random, *, patient: bool) -> Shot:
     if kind.plain in (Kind.BROKER, Kind.LEADER):
         longest = 20.0 if patient else 8.0
         lasting = rng.uniform(0.0, 2.0) if rng.random() < 0.8 else rng.uniform(2.0, longest)
-    elif kind.plain in (Kind.ZOMBIE, Kind.ORPHAN):
+    elif kind.plain in (Kind.ZOMBIE, Kind.ORPHAN, Kind.ATTACH):
         lasting = rng.uniform(0.3, 3.5)  # after its replacement has begun: before or after its first commit
     else:
         lasting = rng.uniform(1.5, 3.0)

@@ -116,6 +116,7 @@ def _run(outcome: Outcome, name: str, fleet: Fleet, breaks: str) -> None:
         bootstrap=station.proxy.bootstrap if plan.proxied else station.broker.bootstrap,
         epoch=plan.epoch,
         delivery=outcome.delivery,
+        slow=plan.slow,
         breaks=breaks,
     )
     station.log.create(spec.source, spec.sink, partitions=PARTITIONS)

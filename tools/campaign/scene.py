@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from campaign.handle import DriverError, running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from campaign.handle import Driver
@@ -119,11 +119,24 @@ class Scene:
         files = self.spec.history.glob(f"*-{pid}-*.history")
         return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
-    def await_task(self, after: int, seconds: float = 40.0, task: int | None = None) -> TaskLine:
-        """The first task that began after this moment (of this number, if given). Raises TimeoutError without one."""
+    def has_history(self, pid: int) -> bool:
+        """Whether this process has run a message."""
+        return self._newest_history(pid) is not None
+
+    def await_task(
+        self, after: int, seconds: float = 40.0, task: int | None = None, elsewhere: Collection[int] = ()
+    ) -> TaskLine:
+        """The first task that began after this moment. Raises TimeoutError without one.
+
+        Of this number, if given, and in no process of ``elsewhere``.
+        """
 
         def found() -> TaskLine | None:
-            lines = [line for line in self.spec.tasks() if line.at > after and task in (None, line.task)]
+            lines = [
+                line
+                for line in self.spec.tasks()
+                if line.at > after and task in (None, line.task) and line.pid not in elsewhere
+            ]
             return lines[0] if lines else None
 
         return wait_for(found, seconds, "a task began")

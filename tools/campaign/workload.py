@@ -35,6 +35,7 @@ PARTITIONS = int(os.environ.get("KEYLANE_CAMPAIGN_PARTITIONS", "4"))
 _SLOWEST_SECONDS = 0.03
 _FLAKY_SHARE = 0.03
 _POISON_SHARE = 0.005
+_SLOW_CALL_SECONDS, _SLOW_CALL_SHARE = 2.0, 0.004
 _SHADES = 1 << 20
 
 
@@ -62,6 +63,8 @@ class Spec:
     bootstrap: str
     epoch: float
     delivery: str
+    slow: bool = False
+    """Whether a few calls take seconds."""
     breaks: str = ""
     """A fault of Keylane's own, put in to try the judge: see :mod:`campaign.controls`."""
 
@@ -196,6 +199,8 @@ def make_app(spec: Spec) -> App:
     async def answer(msg: Message) -> bytes:
         number = int(msg.value)
         await asyncio.sleep(chance(seed, number, "answer") * _SLOWEST_SECONDS)
+        if spec.slow and chance(seed, number, "slow") < _SLOW_CALL_SHARE:
+            await asyncio.sleep(_SLOW_CALL_SECONDS)
         # Now and then twice: the second backoff is a longer one.
         if msg.attempt < 3 and chance(seed, number, f"answer fails {msg.attempt}") < _FLAKY_SHARE / 2:
             raise Transient("still not")

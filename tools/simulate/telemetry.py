@@ -58,7 +58,7 @@ def _snapshot(task: int, second: int, partitions: int) -> Snapshot:
         processing.add(rng.lognormvariate(-5, 1))
     done = 500 * second
     return Snapshot(
-        app="shop", source="orders", run="0" * 32, epoch=3, task=task, plan=0, order="key",
+        app="shop", source="orders", run="0" * 32, shard="1/1", epoch=3, task=task, plan=0, order="key",
         owner=f"host:{task}/0", life=f"{task}", began=1000.0, at=1000.0 + second, interval=1.0, final=False,
         progressed=1000.0 + second, done=done, outcomes=Counter({Outcome.OK: done}), retries=0, dropped=0,
         lanes=LaneFigures(all=500, running=20), held=700, early=0, capacity=10_000,

@@ -140,7 +140,9 @@ class _AuditRun:
             "approx_count_distinct(owner, 0.01) FILTER (WHERE readable) AS owners",
         ).first()  # fmt: skip
         if facts is None or not facts.n:
-            raise SettingsError("the ledger is empty: run the app with App(…, ledger=Ledger())")
+            raise SettingsError(
+                "the ledger is empty: the app has processed no messages, or ran without App(…, ledger=Ledger())"
+            )
         if not facts.good:
             raise SettingsError(
                 f"all {facts.n} records of the ledger are malformed: check that the topic is a ledger topic"

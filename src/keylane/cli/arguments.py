@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keylane.cli.dlq_summary import DeadLetterFilter
 from keylane.dlq.record import DeadLetterKind
+from keylane.dlq.summary import DeadLetterFilter
 from keylane.errors import SettingsError
 from keylane.kafka.settings import client_settings
 from keylane.redaction import is_secret
@@ -60,6 +60,10 @@ Options = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
+
+Reason = Annotated[
+    str, typer.Option(metavar="TEXT", help="Why you do it; kept in the audit.", show_default=False)
+]
 
 Stage = Annotated[str | None, typer.Option(help="Only dead letters that failed in this stage.")]
 Error = Annotated[

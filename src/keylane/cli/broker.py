@@ -16,7 +16,7 @@ from rich.table import Table
 from keylane.broker import Broker, BrokerState, EmbeddedBrokerError, shown
 from keylane.cli.layout import safe
 from keylane.errors import KeylaneError, SettingsError
-from keylane.rights import app_rights, operator_rights
+from keylane.rights import Right, app_rights, operator_rights
 
 P = ParamSpec("P")
 
@@ -174,8 +174,7 @@ def user(
     keylane broker user shop.orders:app --certificate
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     broker = _secured(broker_id)
-    name, reads, writes, ledger = _topics_of(reference, source, sink)
-    rights = (operator_rights if operator else app_rights)(name, reads, writes, ledger=ledger)
+    name, rights = _rights_of(reference, source, sink, operator=operator)
     if operator:
         name += "-operator"
     add = broker.access.add_certificate if certificate else broker.access.add_user
@@ -201,12 +200,16 @@ def _secured(broker_id: str | None) -> Broker:
     return running[0]
 
 
-def _topics_of(reference: str, source: str | None, sink: str | None) -> tuple[str, str, str | None, bool]:
-    """The app's name, source and sink, and whether it has a ledger."""
+def _rights_of(
+    reference: str, source: str | None, sink: str | None, *, operator: bool
+) -> tuple[str, tuple[Right, ...]]:
+    """The app's name, and the rights of the app or of its operator."""
     if ":" not in reference:
         if source is None:
             raise SettingsError("an app's name needs --source TOPIC; or give MODULE:APP")
-        return reference, source, sink, False
+        sinks = [] if sink is None else [sink]
+        give = operator_rights if operator else app_rights
+        return reference, give(reference, source, sinks, ledger=False)
     if source is not None or sink is not None:
         raise SettingsError("--source and --sink are only for an app's name: MODULE:APP declares them")
     from keylane.spark.packaging import load  # noqa: PLC0415 - takes half a second; a plain name needs nothing of it
@@ -214,7 +217,11 @@ def _topics_of(reference: str, source: str | None, sink: str | None) -> tuple[st
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     found = load(reference)
-    return found.name, found.source, found.sink, found.ledger is not None
+    ledger = found.ledger is not None
+    if operator:
+        return found.name, operator_rights(found.name, found.source, found.sinks, ledger=ledger)
+    rights = app_rights(found.name, found.source, found.sinks, ledger=ledger, states=bool(found.states))
+    return found.name, rights
 
 
 @app.command()

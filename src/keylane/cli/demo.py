@@ -7,7 +7,7 @@ import logging
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,15 +24,19 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from keylane.cli.layout import StatusLine, counted
+from keylane.cli.layout import StatusLine
 from keylane.demo.reader import percentile
 from keylane.errors import KeylaneError, SettingsError
+from keylane.wording import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyspark.sql import SparkSession
 
     from keylane.demo.reader import ResultReader
     from keylane.demo.seed import SeedLoad
+    from keylane.kafka.settings import KafkaSettings
     from keylane.spark.query import LaneQuery
 
 PARTITIONS = 8
@@ -95,6 +99,13 @@ def demo(
             "--secure", help="On a broker with TLS, where the app has its documented rights and no others."
         ),
     ] = False,
+    web_console: Annotated[
+        bool,
+        typer.Option("--console", help="Serve the web console, and keep it and the broker until Ctrl-C."),
+    ] = False,
+    console_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --console: its port; 0 takes any free one.")
+    ] = 8600,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
     """Run thousands of chats through a four-stage pipeline in which one message in ten fails at first.
@@ -105,17 +116,22 @@ def demo(
 
     \b
     keylane demo
+    keylane demo --console
     keylane demo --messages 60000 --rate 2000 --keys 2000
     keylane demo --secure
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if messages < 1 or keys < 1 or rate <= 0:
         raise SettingsError("--messages and --keys must be at least 1, --rate greater than 0")
     console = Console(stderr=True)
-    facts = _Demo(console, messages, keys, rate, master, epoch, secure=secure).run()
-    if json:
-        typer.echo(jsonlib.dumps({**asdict(facts), "sound": facts.sound}))
-    else:
-        _show(Console(), facts)
+
+    def report(facts: DemoFacts) -> None:
+        if json:
+            typer.echo(jsonlib.dumps({**asdict(facts), "sound": facts.sound}))
+        else:
+            _show(Console(), facts)
+
+    port = console_port if web_console else None
+    facts = _Demo(console, messages, keys, rate, master, epoch, report, port, secure=secure).run()
     if not facts.sound:
         raise KeylaneError("a guarantee was broken: see the figures above. Please report this")
 
@@ -131,12 +147,16 @@ class _Demo:
         rate: float,
         master: str,
         epoch: float,
+        report: Callable[[DemoFacts], None],
+        console_port: int | None,
         *,
         secure: bool,
     ) -> None:
         from keylane.demo.seed import SeedLoad  # noqa: PLC0415 - the Kafka client is not needed for --help
 
         self._console = console
+        self._report = report
+        self._console_port = console_port
         self._load: SeedLoad = SeedLoad(
             messages=messages, keys=keys, key_prefix="chat-", value_size=200, seed=1
         )
@@ -166,7 +186,7 @@ class _Demo:
                 broker = stack.enter_context(Broker(progress=progress, secure=self._secure))
             own: dict[str, Any] = {}
             if self._secure:
-                rights = app_rights(app.name, SOURCE, SINK, ledger=False)
+                rights = app_rights(app.name, SOURCE, [SINK], ledger=False)
                 broker.access.add_user(app.name, rights)
                 own = {f"kafka.{n}": v for n, v in broker.access.client(app.name).items()}
                 self._client = broker.access.client(ADMIN_USER)
@@ -174,7 +194,10 @@ class _Demo:
                 for right in rights:
                     console.print(f"  {right}", highlight=False)
             console.print(f"Kafka runs at {broker.bootstrap}; starting Spark on {self._master} …")
-            cluster = Cluster(KafkaSettings(broker.bootstrap, tuple(self._client.items())))
+            settings = KafkaSettings(broker.bootstrap, tuple(self._client.items()))
+            if self._console_port is not None:
+                self._serve(stack, settings, self._console_port)
+            cluster = Cluster(settings)
             for topic in (SOURCE, SINK):
                 cluster.ensure(topic, PARTITIONS, {})
             spark = session(self._master, "keylane demo", lanes_only=True)
@@ -198,7 +221,7 @@ class _Demo:
             query.stop()
             seen = self._outcomes(spark, folder / "outcomes")
             clean = [stage_seconds(e) * 1000 for e in ids if not failures(e) and not is_poison(e)]
-            return DemoFacts(
+            facts = DemoFacts(
                 messages=load.messages,
                 keys=load.keys,
                 offered_per_second=self._rate,
@@ -220,6 +243,23 @@ class _Demo:
                 tasks=seen.tasks,
                 epochs=seen.epochs,
             )
+            self._report(facts)
+            if self._console_port is not None:
+                self._console.print("the console and the broker are still there; Ctrl-C ends them")
+                with suppress(KeyboardInterrupt):
+                    while True:
+                        time.sleep(3600)
+            return facts
+
+    def _serve(self, stack: ExitStack, settings: KafkaSettings, port: int) -> None:
+        """Serve the console until the demo ends. It may give commands: everything here is thrown away."""
+        from keylane.cli.console import make_server  # noqa: PLC0415 - needs the extra
+
+        def say(line: str) -> None:
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+        page = stack.enter_context(make_server(settings, [], say=say, port=port, allow_actions=True))
+        say(f"console: {page.link}")
 
     def _warm_up(self, query: LaneQuery, bootstrap: str, topic: str, reader: ResultReader) -> None:
         """Wait for the app's first results: Spark's start is not part of the measurement."""

@@ -23,14 +23,15 @@ from keylane.cli.arguments import (
     place,
     select,
 )
-from keylane.cli.dlq_summary import DeadLetterSummary
-from keylane.cli.keys import parse_key, show_key
-from keylane.cli.letter_view import letter_facts, list_facts, print_letter, print_list
+from keylane.cli.letter_view import print_letter, print_list
 from keylane.cli.redrive import redrive
+from keylane.dlq.facts import letter_facts, list_facts
 from keylane.dlq.reader import read_dead_letters
 from keylane.dlq.record import DeadLetter, UnreadableDeadLetter
+from keylane.dlq.summary import DeadLetterSummary
 from keylane.errors import BrokerError, KeylaneError, SettingsError
 from keylane.kafka.settings import KafkaSettings
+from keylane.key_text import parse_key, show_key
 from keylane.state.admin import known_dead_letters
 from keylane.topic_names import dead_letter_topic
 

@@ -160,9 +160,10 @@ def _app(reference: str | None, source: str | None, tasks: int | None) -> AppFac
     return AppFacts(
         name=app.name,
         source=app.source,
-        sink=app.sink,
+        sinks=app.sinks,
         order=app.order,
         ledger=app.ledger is not None,
+        states=bool(app.states),
         spool=app.spool,
         tasks=tasks,
     )

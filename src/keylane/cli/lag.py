@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.live import Live
 
 from keylane.cli.arguments import Bootstrap, Json, Options, app_name, client
-from keylane.cli.lag_view import facts, shown
+from keylane.cli.lag_view import shown
 from keylane.cli.layout import safe
-from keylane.cli.source_topic import StartingError, find_source
 from keylane.errors import BrokerError, SettingsError
 from keylane.telemetry.lag_monitor import LagMonitor, LagView
 from keylane.telemetry.lag_trend import LagTrend
+from keylane.telemetry.lag_words import facts
+from keylane.telemetry.source_topic import StartingError, find_source
 
 _APP_OBSERVED_SECONDS = 3.0
 _GROUP_OBSERVED_SECONDS = 6.0

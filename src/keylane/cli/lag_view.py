@@ -2,153 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
 
-from keylane.cli.keys import printable, show_key
-from keylane.cli.layout import age, cell, counted, table
-from keylane.cli.stopped_lanes import lane_name
+from keylane.cli.layout import cell, table
+from keylane.key_text import printable
 from keylane.telemetry.lag_trend import LagTrend
+from keylane.telemetry.lag_words import key_words, reasons, stopped_lanes
+from keylane.wording import age, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import RenderableType
 
     from keylane.telemetry.lag_monitor import LagView, PartitionView
-    from keylane.telemetry.snapshot import Snapshot
 
 _COLOURS = {LagTrend.STUCK: "bold red", LagTrend.NOT_RUNNING: "bold red", LagTrend.FALLING_BEHIND: "yellow"}
 _AGE_SECONDS_MAX = 366 * 86_400.0
 _REASONS_SHOWN = 3
 _FULL_TABLE_COLUMNS = 100
 """Columns that the full table needs."""
-
-
-def facts(group: str, topic: str, view: LagView) -> dict[str, Any]:
-    """Return the lag as JSON facts."""
-    movement, skewed = view.movement, view.skewed
-    return {
-        "group": group,
-        "topic": topic,
-        "at": round(view.at, 3),
-        "state": view.pace.value,
-        "why": list(
-            dict.fromkeys(
-                why for one in view.partitions if one.pace is view.pace for why in reasons(view, one)
-            )
-        ),
-        "lag": view.lag,
-        "rate_in": round(movement.rate_in, 1),
-        "rate_out": round(movement.rate_out, 1),
-        "over_seconds": round(movement.seconds, 3),
-        "catch_up_seconds": _rounded(movement.catch_up),
-        "skew": None if skewed is None else {"partition": skewed[0], "share": round(skewed[1], 3)},
-        "tasks": len(view.tasks),
-        "last_seen_seconds": _rounded(view.silent),
-        "lanes": {"blocked": view.blocked, "parked": view.parked},
-        "dead_letters": view.dead,
-        "open_transactions": view.hidden,
-        "malformed_records": dict(view.malformed),
-        "partitions": [_partition(view, one) for one in view.partitions],
-    }
-
-
-def _partition(view: LagView, one: PartitionView) -> dict[str, Any]:
-    oldest = one.oldest
-    return {
-        "partition": one.partition,
-        "end": one.offsets.end,
-        "committed": one.offsets.committed,
-        "lag": one.offsets.lag,
-        "rate_in": round(one.movement.rate_in, 1),
-        "rate_out": round(one.movement.rate_out, 1),
-        "catch_up_seconds": _rounded(one.movement.catch_up),
-        "oldest": None
-        if oldest is None
-        else {
-            "offset": oldest.offset,
-            "key": None if oldest.key is None else show_key(oldest.key),
-            "age_seconds": None if oldest.at is None else round(max(0.0, view.at - oldest.at), 3),
-        },
-        "state": one.pace.value,
-        "why": reasons(view, one),
-    }
-
-
-def reasons(view: LagView, one: PartitionView) -> list[str]:
-    """Return the reasons for the partition's state, the most likely first."""
-    return list(_reasons(view, one)) if one.offsets.lag else []
-
-
-def _reasons(view: LagView, one: PartitionView) -> Iterator[str]:
-    if view.silent is not None:
-        yield f"no task of the app is running; the last one was seen {age(view.silent)} ago"
-    if view.starting is not None:
-        yield f"the app was started {age(view.starting)} ago; its tasks have not reported yet"
-    if view.members == 0:
-        yield "the group has no consumer"
-    if one.offsets.committed is None:
-        yield "the group has no committed offset here: it has finished nothing yet, or the name is wrong"
-    elif one.reached > one.offsets.at and one.movement.lag == 0:
-        yield f"everything up to offset {one.reached} is done; the next commit moves the group's offset"
-    yield from _lane_reasons(view, one)
-    for task in view.tasks:
-        if one.partition in task.partitions:
-            yield from _task_reasons(task, one.partition)
-    if one.movement.lag and one.movement.done <= 0 and one.pace is not LagTrend.NOT_RUNNING:
-        known = one.blocked is not None or one.retried is not None or view.starting is not None
-        yield from _stalled(one, known=known)
-
-
-def _lane_reasons(view: LagView, one: PartitionView) -> Iterator[str]:
-    """Yield the lanes that hold the partition's offset back."""
-    if one.blocked is not None:
-        name = lane_name(one.blocked.key, f"{one.blocked.partition}@{one.blocked.offset}")
-        yield f"{name} blocked at offset {one.blocked.offset} since {age(view.at - one.blocked.since)}"
-    if one.retried is not None:
-        offset, kept = one.retried
-        yield (
-            f"offset {offset} failed in stage {printable(kept.stage)}, retrying for {age(view.at - kept.since)}, "
-            f"next is attempt {kept.attempt}"
-        )
-
-
-def _task_reasons(task: Snapshot, partition: int) -> Iterator[str]:
-    """Yield what slows down the partition's task: open breakers, hot keys, a full buffer."""
-    for stage, state in task.breakers.items():
-        if state in ("open", "half_open"):
-            yield f"the breaker of stage {printable(stage)} is {state.replace('_', ' ')}"
-    for hot in task.hot:
-        if hot.partition == partition and hot.waiting >= 100 and hot.share >= 0.05:
-            yield (
-                f"key {printable(hot.key)} is hot: {hot.share:.0%} of its task's messages, "
-                f"{hot.waiting:,} waiting in its lane"
-            )
-    if task.partitions[partition].paused:
-        yield "paused: the task's buffer is full"
-
-
-def _stalled(one: PartitionView, *, known: bool) -> Iterator[str]:
-    """Yield why nothing moves: a hanging message, slow work, or too short a measurement to tell."""
-    key = "" if one.oldest is None or one.oldest.key is None else f" (key {_key(one.oldest.key)})"
-    at = one.reached if one.oldest is None else one.oldest.offset
-    work = one.work
-    if work is not None and not work.hangs:
-        if work.in_flight and work.idle >= 1:
-            took = "" if work.slowest is None else f"; the slowest message took {_brief(work.slowest)}"
-            yield f"{counted(work.in_flight, 'message')} in flight, none finished in {age(work.idle)}{took}"
-    elif one.pace is LagTrend.STUCK and not known:
-        seconds = one.stalled if work is None else work.stalled
-        others = " while other messages finish" if work is not None and work.idle < work.patience else ""
-        yield f"nothing moved past offset {at}{key} for {age(seconds)}{others}"
-    elif work is None and not known:
-        yield (
-            f"nothing moved past offset {at}{key} in {one.movement.seconds:.0f} s: too short to tell slow from stuck; "
-            "measure longer with --over 60"
-        )
 
 
 def shown(group: str, topic: str, view: LagView, width: int = _FULL_TABLE_COLUMNS) -> RenderableType:
@@ -206,20 +80,10 @@ def shown(group: str, topic: str, view: LagView, width: int = _FULL_TABLE_COLUMN
     return Group(*lines)
 
 
-def stopped_lanes(view: LagView) -> str:
-    """``1 lane blocked, 2 lanes parked``; empty when there are none."""
-    found = {"blocked": view.blocked, "parked": view.parked}
-    return ", ".join(f"{counted(number, 'lane')} {name}" for name, number in found.items() if number)
-
-
 def _cut(text: str | None) -> Text:
     made = cell(text)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made
-
-
-def _brief(seconds: float) -> str:
-    return age(seconds) if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _oldest(view: LagView, one: PartitionView) -> str | None:
@@ -227,12 +91,7 @@ def _oldest(view: LagView, one: PartitionView) -> str | None:
     if oldest is None:
         return None
     old = "" if oldest.at is None else f", {age(view.at - oldest.at)} old"
-    return f"offset {oldest.offset}, key {_key(oldest.key)}{old}"
-
-
-def _key(key: bytes | None) -> str:
-    text = printable(show_key(key))
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return f"offset {oldest.offset}, key {key_words(oldest.key)}{old}"
 
 
 def _until(one: PartitionView) -> str:
@@ -245,7 +104,3 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "never"
     return "-" if not seconds else "over a year" if seconds > _AGE_SECONDS_MAX else age(max(1.0, seconds))
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)

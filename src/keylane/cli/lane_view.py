@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 
-from keylane.cli.keys import printable, show_key
-from keylane.cli.layout import age, block, brief, cell, counted, fact, local, print_table, table
-from keylane.cli.stopped_lanes import StoppedLane, lane_name, totals, which
+from keylane.cli.layout import block, cell, fact, print_table, table
+from keylane.key_text import printable, show_key
 from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AuditEntry, CommandResults
 from keylane.state.answers import CommandAnswer
 from keylane.state.commands import Command
+from keylane.state.facts import command_facts, next_steps, outcome
+from keylane.state.stopped_lanes import StoppedLane, lane_name, totals
+from keylane.wording import age, brief, counted, local
 
 _MEANS = {
     LaneStatus.BLOCKED: "it waits at a message that failed for good, until an operator acts",
     LaneStatus.PARKED: "the message that failed for good and all behind it go to the dead letters, until a redrive",
     LaneStatus.SKIPPING: "an operator skipped the message; the lane continues as soon as that is committed",
 }
-
-
-def lane_facts(lane: StoppedLane) -> dict[str, Any]:
-    """Return one line of the list as JSON facts."""
-    record = lane.record
-    letter = None if record is None else record.letter
-    return {
-        "key": None if lane.key is None else show_key(lane.key),
-        "state": None if record is None else record.stop.value,
-        "partition": lane.partition,
-        "offset": lane.offset,
-        "since": None if record is None else record.since,
-        "stage": letter and letter.stage,
-        "error": letter and letter.error,
-        "message": letter and letter.message,
-        "attempts": letter and letter.attempts,
-        "why": None if record is None else record.why or None,
-        "commands": [command_facts(command) for command in lane.commands],
-    }
-
-
-def command_facts(command: Command) -> dict[str, Any]:
-    """Return a command that waits to be carried out as JSON facts."""
-    return {
-        "id": command.id,
-        "do": command.do,
-        "offset": command.offset,
-        "letters": None if command.letters is None else len(command.letters),
-        "who": command.who,
-        "at": command.at,
-    }
 
 
 def print_lanes(name: str, lanes: Sequence[StoppedLane], now: float, limit: int) -> None:
@@ -80,24 +50,6 @@ def print_lanes(name: str, lanes: Sequence[StoppedLane], now: float, limit: int)
     if len(lanes) > limit:
         notes.append(f"{len(lanes) - limit:,} not shown (--limit)")
     typer.echo("; ".join(notes))
-
-
-def full_facts(name: str, lane: StoppedLane, trail: Sequence[AuditEntry], bootstrap: str) -> dict[str, Any]:
-    """Return a lane's details as JSON facts."""
-    letter = None if lane.record is None else lane.record.letter
-    return {
-        "app": name,
-        **lane_facts(lane),
-        "failed_at": letter and letter.failed_at,
-        "traceback": letter and letter.traceback,
-        "failures": []
-        if letter is None
-        else [
-            {"stage": f.stage, "attempt": f.attempt, "at": f.at, "error": f.error} for f in letter.failures
-        ],
-        "audit": [action_facts(action) for action in trail],
-        "next": [command for command, _ in next_steps(name, lane, bootstrap)],
-    }
 
 
 def print_lane(name: str, lane: StoppedLane, trail: Sequence[AuditEntry], now: float, bootstrap: str) -> None:
@@ -131,62 +83,12 @@ def print_lane(name: str, lane: StoppedLane, trail: Sequence[AuditEntry], now: f
     for number, action in enumerate(trail):
         fact(
             "" if number else "audit",
-            f"{local(action.at)}  {action.who}: {_what(action)}{_at(action)}: {outcome(action)}",
+            f"{local(action.at)}  {action.who}: {_what(action)}{_at(action)}: {outcome(action)}"
+            + (f"; reason: {action.reason}" if action.reason else ""),
         )
     steps = next_steps(name, lane, bootstrap)
     if steps:
         block("next", "\n".join(f"{command}\n    {what}" for command, what in steps))
-
-
-def next_steps(name: str, lane: StoppedLane, bootstrap: str) -> list[tuple[str, str]]:
-    """Return the commands that an operator may want next, and what they do."""
-    if lane.record is None or lane.record.stop is LaneStatus.SKIPPING:
-        return []
-    at = "" if os.environ.get("KEYLANE_BOOTSTRAP") == bootstrap else f" --bootstrap {bootstrap}"
-    lane_ = which(lane.key, lane.position)
-    if lane.record.stop is LaneStatus.BLOCKED:
-        return [
-            (
-                f"keylane lanes release {name} {lane_}{at}",
-                "when the cause is fixed: the message runs again, with all its attempts",
-            ),
-            (
-                f"keylane lanes skip {name} {lane_}{at}",
-                "gives up the message: it becomes a dead letter, and the lane continues after it",
-            ),
-        ]
-    return [
-        (f"keylane dlq list {name} --key {lane_} --letters{at}", "lists the lane's dead letters"),
-        (
-            f"keylane dlq redrive {name} --lane {lane_}{at}",
-            "when the cause is fixed: its messages run in order, and the lane continues",
-        ),
-    ]
-
-
-def outcome(action: AuditEntry) -> str:
-    """Return the result of a command in words."""
-    if action.answer is not None:
-        soon = f"{max(0.0, action.answer.at - action.at):.1f} s later"
-        return f"{action.answer.result}, by {action.answer.owner} {soon}"
-    return "waiting to be carried out" if action.open else "not carried out: its message is gone"
-
-
-def action_facts(action: AuditEntry) -> dict[str, Any]:
-    """Return one command and its result as JSON facts."""
-    return {
-        "id": action.id,
-        "do": action.do,
-        "key": None if action.key is None else show_key(action.key),
-        "partition": action.partition,
-        "offset": action.offset,
-        "letters": action.letters,
-        "cancels": action.withdraws or None,
-        "who": action.who,
-        "at": action.at,
-        "waiting": action.open,
-        "answer": None if action.answer is None else answer_facts(action.answer),
-    }
 
 
 def cancel_facts(
@@ -231,17 +133,12 @@ def print_cancelled(
         )
 
 
-def answer_facts(answer: CommandAnswer) -> dict[str, Any]:
-    """Return an answer as JSON facts."""
-    return {"ok": answer.ok, "result": answer.result, "owner": answer.owner, "at": answer.at}
-
-
 def print_audit(name: str, actions: Sequence[AuditEntry]) -> None:
     """Print every command, oldest first."""
     if not actions:
         typer.echo(f"app {name!r} has never been given a command")
         return
-    made = table("ID", "WHEN", "WHO", "WHAT", "LANE", "AT", "RESULT")
+    made = table("ID", "WHEN", "WHO", "WHAT", "LANE", "AT", "RESULT", "REASON")
     for action in actions:
         made.add_row(
             cell(action.id),
@@ -251,6 +148,7 @@ def print_audit(name: str, actions: Sequence[AuditEntry]) -> None:
             cell(show_key(action.key)),
             f"{action.partition}@{'-' if action.offset is None else action.offset}",
             cell(outcome(action)),
+            cell(action.reason or None),
         )
     print_table(made)
 

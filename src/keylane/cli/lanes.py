@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from keylane.cli.arguments import App, Bootstrap, Json, Options, client
-from keylane.cli.keys import printable
+from keylane.cli.arguments import App, Bootstrap, Json, Options, Reason, client
 from keylane.cli.lane_view import (
-    action_facts,
-    answer_facts,
     cancel_facts,
-    full_facts,
-    lane_facts,
     print_audit,
     print_cancelled,
     print_lane,
     print_lanes,
 )
-from keylane.cli.layout import brief, counted
-from keylane.cli.stopped_lanes import NamedLane, StoppedLane, stopped_lanes, trail, which
+from keylane.cli.named_lane import NamedLane
 from keylane.errors import KeylaneError, SettingsError
+from keylane.key_text import printable
 from keylane.lanes.lane_record import LaneStatus
-from keylane.state.admin import AdminClient, CommandResults, cancel_command, new_command
+from keylane.state.admin import AdminClient, CommandResults, cancel_command
 from keylane.state.commands import Command
+from keylane.state.facts import action_facts, answer_facts, full_facts, lane_facts
+from keylane.state.lane_moves import plan_move
+from keylane.state.stopped_lanes import StoppedLane, stopped_lanes, trail, which
+from keylane.wording import brief, counted
 
 if TYPE_CHECKING:
     from keylane.lanes.lane_record import LaneRecord
@@ -128,6 +127,7 @@ def release(
     at: At = None,
     every: Annotated[bool, typer.Option("--all", help="Release every blocked lane.")] = False,
     bootstrap: Bootstrap = None,
+    reason: Reason = "",
     wait: Wait = 10.0,
     option: Options = None,
     as_json: Json = False,
@@ -146,7 +146,7 @@ def release(
         raise SettingsError("give a lane or --all, not both")
     named = None if every else NamedLane.parse(key, at)
     with AdminClient(client(bootstrap, option), name) as operator:
-        _carry_out(operator, "release", named, wait, as_json=as_json)
+        _carry_out(operator, "release", named, wait, reason, as_json=as_json)
 
 
 @app.command()
@@ -155,6 +155,7 @@ def skip(
     key: Key = None,
     at: At = None,
     bootstrap: Bootstrap = None,
+    reason: Reason = "",
     wait: Wait = 10.0,
     option: Options = None,
     as_json: Json = False,
@@ -169,7 +170,7 @@ def skip(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     named = NamedLane.parse(key, at)
     with AdminClient(client(bootstrap, option), name) as operator:
-        _carry_out(operator, "skip", named, wait, as_json=as_json)
+        _carry_out(operator, "skip", named, wait, reason, as_json=as_json)
 
 
 @app.command()
@@ -183,6 +184,7 @@ def cancel(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every command that was not carried out.")] = False,
     bootstrap: Bootstrap = None,
+    reason: Reason = "",
     wait: Wait = 10.0,
     option: Options = None,
     as_json: Json = False,
@@ -215,7 +217,7 @@ def cancel(
                 f"expected {what} that was not carried out, found none. 'keylane lanes audit {name}' shows the "
                 "commands and their results"
             )
-        cancels = [cancel_command(command) for command in commands]
+        cancels = [cancel_command(command, reason=reason) for command in commands]
         try:
             operator.give(cancels)
             heard = operator.wait(cancels, timeout=wait)
@@ -255,24 +257,20 @@ def _carry_out(
     do: Literal["release", "skip"],
     named: NamedLane | None,
     wait: float,
+    reason: str,
     *,
     as_json: bool,
 ) -> None:
     """Give the commands, wait for the results, and print them. ``named`` is None for all blocked lanes."""
     name = operator.app
     lanes = _blocked(name, stopped_lanes(operator.lanes(), operator.open_commands()), named)
-    commands, fresh = [], []
-    for lane in lanes:
-        same = [command for command in lane.commands if command.offset == lane.offset]  # for the same message
-        command = next((command for command in same if command.do == do), None)
-        if command is None:  # else it was given before and not carried out yet
-            for other in same:
-                said = f"{lane.name}: this replaces {other.who}'s command to {other.do}"
-                typer.echo(printable(said), err=True)
-                fresh.append(cancel_command(other))
-            command = new_command(do, partition=lane.partition, key=lane.key, offset=lane.offset)
-            fresh.append(command)
-        commands.append(command)
+    planned = [plan_move(do, lane, reason=reason) for lane in lanes]
+    commands = [move.command for move in planned]
+    fresh = [command for move in planned for command in move.fresh]
+    for lane, move in zip(lanes, planned, strict=True):
+        for other in move.replaced:
+            said = f"{lane.name}: this replaces {other.who}'s command to {other.do}"
+            typer.echo(printable(said), err=True)
     try:
         if fresh:
             operator.give(fresh)

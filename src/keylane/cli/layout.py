@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keylane.cli.keys import printable
+from keylane.key_text import printable
 from keylane.logs import as_json
 from keylane.redaction import redact
 from keylane.safe_text import printable_lines
@@ -20,8 +21,13 @@ from keylane.safe_text import printable_lines
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from rich.console import RenderableType
+    from rich.table import Column
+
 _RIGHT = {"LETTERS", "BEHIND", "LANES", "ATTEMPTS"}
 _WIDE = {"CAUSE", "KEY", "STAGE", "STATE", "LANE", "RESULT", "SOURCE, IN THIS ORDER"}
+_LONG_COLUMN = 24
+"""Characters that a long column gets at least, unless its content is shorter."""
 
 
 def table(*headings: str) -> Table:
@@ -37,9 +43,40 @@ def table(*headings: str) -> Table:
     return made
 
 
-def print_table(made: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters without one."""
-    Console(width=None if sys.stdout.isatty() else 200).print(made)
+def print_table(made: Table, console: Console | None = None) -> None:
+    """Print a table as wide as the terminal, or 200 characters without one.
+
+    When there is no room for its long columns, they are on a line of their own below each row.
+    """
+    console = console or Console(width=None if sys.stdout.isatty() else 200)
+    long = [column for column in made.columns if not column.no_wrap]
+    short = [column for column in made.columns if column.no_wrap]
+    widths = {id(column): _width(column, console) for column in made.columns}
+    room = console.width - sum(widths[id(column)] + 2 for column in short)
+    enough = sum(min(widths[id(column)], _LONG_COLUMN) + 2 for column in long)
+    if not short or room >= enough - 2:
+        console.print(made)
+        return
+    rows = Table(box=None, pad_edge=False)
+    rows.columns = short
+    rows.rows = made.rows
+    with console.capture() as captured:
+        console.print(rows)
+    below = zip(*([column.header, *column.cells] for column in long), strict=True)
+    for line, cells in zip(captured.get().splitlines(), below, strict=True):
+        console.print(line.rstrip(), markup=False, highlight=False, no_wrap=True, overflow="crop")
+        console.print(Padding(Text("  ").join(_text(each) for each in cells), (0, 0, 0, 4)))
+
+
+def _width(column: Column, console: Console) -> int:
+    return max(
+        Measurement.get(console, console.options, _text(each)).maximum
+        for each in [column.header, *column.cells]
+    )
+
+
+def _text(content: RenderableType) -> Text:
+    return content if isinstance(content, Text) else Text(str(content))
 
 
 def cell(text: str | None) -> Text:
@@ -57,37 +94,6 @@ def block(title: str, text: str) -> None:
     typer.echo(title)
     for line in text.split("\n"):
         typer.echo(f"  {printable(line.expandtabs())}")
-
-
-def brief(error: str, message: str | None) -> str:
-    """Format an error as its class without the module, and its message."""
-    short = error.rpartition(".")[2]
-    return f"{short}: {message}" if message else short
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: ``1 letter``, ``2,000 letters``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def local(seconds: float | None, *, exact: bool = False) -> str:
-    """Format Unix seconds as local time; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    try:
-        at = datetime.fromtimestamp(seconds, UTC).astimezone()
-        return at.replace(tzinfo=None).isoformat(" ", "milliseconds" if exact else "seconds")
-    except (ValueError, OverflowError, OSError):  # a message may carry any time
-        return f"{seconds:g} s"
-
-
-def age(seconds: float) -> str:
-    """Format a duration in its two largest units: ``3 d 4 h``. Never below 0: clocks differ."""
-    whole = max(0, int(seconds))
-    parts = [(whole // 86_400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
-    while len(parts) > 1 and not parts[0][0]:
-        del parts[0]
-    return " ".join(f"{number} {unit}" for number, unit in parts[:2] if number or unit == parts[0][1])
 
 
 class JsonConsole(Console):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from keylane.cli.dlq_summary import CauseGroup, CauseLine, DeadLetterSummary
-from keylane.cli.keys import printable, show_key
-from keylane.cli.layout import block, brief, cell, counted, fact, local, print_table, table
+from keylane.cli.layout import block, cell, fact, print_table, table
+from keylane.dlq.facts import readable
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
+from keylane.dlq.summary import DeadLetterSummary
+from keylane.key_text import printable, show_key
 from keylane.safe_text import show_bytes
-from keylane.topic_names import dead_letter_topic
+from keylane.wording import brief, counted, local
 
 SHOWN_CHARACTERS = 4000
 SHOWN_BYTES = 512
@@ -26,67 +26,6 @@ _FATES = {
 }
 
 
-def list_facts(name: str, survey: DeadLetterSummary, limit: int, *, letters: bool) -> dict[str, Any]:
-    """Return the result of ``dlq list`` as JSON facts."""
-    groups = survey.groups()
-    shown: dict[str, Any]
-    if letters:
-        lines = [_line(line) for line in survey.lines()]
-        shown = {"list": lines, "left_out": survey.letters - len(lines)}
-    else:
-        shown = {
-            "causes": [_group(group) for group in groups[:limit]],
-            "left_out": max(0, len(groups) - limit),
-        }
-    return {
-        "app": name,
-        "topic": dead_letter_topic(name),
-        "letters": survey.letters,
-        "lanes": survey.lanes,
-        **shown,
-        "redriven": survey.redriven,
-        "repeats": survey.repeats,
-        "unreadable": survey.unreadable,
-        "unreadable_examples": [{"position": u.position, "reason": u.reason} for u in survey.examples],
-    }
-
-
-def _group(group: CauseGroup) -> dict[str, Any]:
-    example = group.example
-    return {
-        "stage": group.cause.stage,
-        "error": group.cause.error,
-        "message": group.cause.message,
-        "count": group.count,
-        "behind": group.behind,
-        "lanes": group.lanes,
-        "kinds": group.kinds,
-        "first": group.first,
-        "last": group.last,
-        "example": example and example.position,
-        "example_source": example and example.source,
-        "example_message": example and example.message,
-    }
-
-
-def _line(line: CauseLine) -> dict[str, Any]:
-    return {
-        "position": line.position,
-        "source": line.source,
-        "kind": line.kind.value,
-        "key": None if line.key is None else show_key(line.key),
-        "stage": line.cause.stage,
-        "error": line.cause.error,
-        "message": line.message,
-        "attempts": line.attempts,
-        "failed_at": line.at,
-        "park": line.park,
-        "behind": line.behind,
-        "redrives": line.redrives,
-        "redriven": line.redriven,
-    }
-
-
 def print_list(name: str, survey: DeadLetterSummary, limit: int, *, letters: bool) -> None:
     """Print the result of ``dlq list`` as a table and a sentence."""
     if survey.letters:
@@ -94,7 +33,7 @@ def print_list(name: str, survey: DeadLetterSummary, limit: int, *, letters: boo
     notes = [f"{counted(survey.letters, 'dead letter')} of {counted(survey.lanes, 'lane')} in {name}.dlq"]
     left = survey.letters - len(survey.lines()) if letters else len(survey.groups()) - limit
     if left > 0:
-        notes.append(f"{left:,} {'letters' if letters else 'causes'} not shown (--limit)")
+        notes.append(f"{counted(left, 'dead letter' if letters else 'cause')} not shown (--limit)")
     if survey.redriven:
         notes.append(f"{survey.redriven:,} redriven, not shown (--all)")
     if survey.repeats:
@@ -158,47 +97,6 @@ def _why(error: str | None, message: str | None) -> Text:
     return cell(brief(error, message))
 
 
-def letter_facts(
-    found: DeadLetter | UnreadableDeadLetter, others: list[DeadLetter], *, redriven: bool
-) -> dict[str, Any]:
-    """Return one dead letter as JSON facts; ``others`` are further dead letters of the same message."""
-    text = None if found.value is None else _readable(found.value)
-    headers = found.headers or ()
-    facts: dict[str, Any] = {
-        "position": found.position,
-        "readable": isinstance(found, DeadLetter),
-        "key": None if found.key is None else show_key(found.key),
-        "value": text,
-        "value_hex": found.value.hex() if found.value is not None and text is None else None,
-        "headers": [{"name": n, "value": None if c is None else show_bytes(c)} for n, c in headers],
-    }
-    if isinstance(found, UnreadableDeadLetter):
-        return {**facts, "reason": found.reason}
-    return {
-        **facts,
-        "headers_unreadable": found.headers_unreadable,
-        "app": found.app,
-        "app_version": found.app_version,
-        "kind": found.kind.value,
-        "topic": found.topic,
-        "source": found.source,
-        "timestamp": found.timestamp,
-        "stage": found.stage,
-        "error": found.error,
-        "message": found.message,
-        "traceback": found.traceback,
-        "attempts": found.attempts,
-        "failures": [
-            {"stage": f.stage, "attempt": f.attempt, "at": f.at, "error": f.error} for f in found.failures
-        ],
-        "failed_at": found.failed_at,
-        "park": found.park,
-        "redrives": found.redrives,
-        "redriven": redriven,
-        "also_at": [other.position for other in others],
-    }
-
-
 def print_letter(
     name: str,
     found: DeadLetter | UnreadableDeadLetter,
@@ -257,7 +155,7 @@ def _print_value(value: bytes | None) -> None:
     if value is None:
         typer.echo("value      none: a tombstone")
         return
-    text = _readable(value)
+    text = readable(value)
     if text is not None:
         more = len(text) - SHOWN_CHARACTERS
         block(f"value, {len(value):,} bytes", text[:SHOWN_CHARACTERS])
@@ -268,15 +166,6 @@ def _print_value(value: bytes | None) -> None:
         unit = "bytes"
     if more > 0:
         typer.echo(f"  … {more:,} more {unit}; use --raw for all")
-
-
-def _readable(value: bytes) -> str | None:
-    """Return the value as text if it is text."""
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return None
-    return None if _CONTROL.search(text) else text
 
 
 def _dump(content: bytes) -> str:

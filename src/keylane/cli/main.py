@@ -10,6 +10,7 @@ import typer
 from keylane import __version__
 from keylane.cli import broker, dlq, lanes, topic
 from keylane.cli.bench import bench
+from keylane.cli.console import console
 from keylane.cli.demo import demo
 from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
@@ -64,6 +65,7 @@ app.add_typer(versions, name="versions")
 app.command()(plan)
 app.command()(verify)
 app.command()(lag)
+app.command()(console)
 app.command()(metrics)
 app.command()(doctor)
 app.command(context_settings={"ignore_unknown_options": True})(bench)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Options, client
-from keylane.cli.source_topic import find_source
 from keylane.telemetry.prometheus import HOST, PORT, Exporter
+from keylane.telemetry.source_topic import find_source
 
 
 def metrics(

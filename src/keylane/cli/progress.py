@@ -7,9 +7,11 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from keylane.cli.layout import StatusLine, age, say
+from keylane.cli.layout import StatusLine, say
 from keylane.errors import BrokerError
+from keylane.offsets.shard import WHOLE
 from keylane.telemetry.lag import LagMeter
+from keylane.wording import age
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.shard import Shard
     from keylane.spec import AppSpec
     from keylane.telemetry.lag import GroupLag
 
@@ -47,8 +50,15 @@ class RunProgress:
     """
 
     def __init__(
-        self, settings: KafkaSettings, app: AppSpec, console: Console, *, until_caught_up: bool = False
+        self,
+        settings: KafkaSettings,
+        app: AppSpec,
+        console: Console,
+        *,
+        until_caught_up: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
+        self._shard = shard
         self._until_caught_up = until_caught_up
         self._settings = settings
         self._app = app
@@ -93,7 +103,7 @@ class RunProgress:
     def _meter(self) -> LagMeter:
         app = self._app
         committed = self._settings.reads_committed(app.delivery)
-        return LagMeter(self._settings, app.name, app.source, committed=committed)
+        return LagMeter(self._settings, app.name, app.source, committed=committed, shard=self._shard)
 
     def _report(self, meter: LagMeter) -> None:
         before, at = self.first, time.monotonic()

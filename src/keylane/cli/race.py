@@ -34,6 +34,13 @@ def race(
     messages: Annotated[int, typer.Option(help="Number of messages per app.")] = 400,
     keys: Annotated[int, typer.Option(help="Number of keys they belong to.")] = 8,
     work_ms: Annotated[float, typer.Option(help="Average time of the handler per message.")] = 20.0,
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Show it in a browser, with a button for another round, until Ctrl-C."),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --web: the port; 0 takes any free one.")
+    ] = 8600,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
     """Compare orderings: the same messages through three apps, side by side.
@@ -46,6 +53,7 @@ def race(
 
     \b
     keylane race
+    keylane race --web
     keylane race --keys 2
     keylane race --messages 1000 --work-ms 5 --json
     """  # noqa: D301 - the escape is click's: leave the lines as they are
@@ -58,12 +66,17 @@ def race(
             f"the global lane would take {messages * work_ms / 1000:.0f} s: lower --messages or --work-ms "
             f"(their product may be up to {_RACE_SECONDS_MAX * 0.75:.0f} s)"
         )
-    tracks = _Race(Console(stderr=True), messages, keys, work_ms / 1000, live=not json).run()
+    if web and json:
+        raise SettingsError("give --web or --json, not both")
+    runner = _Race(
+        Console(stderr=True), messages, keys, work_ms / 1000, live=not json, port=port if web else None
+    )
+    tracks = runner.run()
     sound = all(track.sound for track in tracks)
     if json:
         facts = {"messages": messages, "keys": keys, "work_ms": work_ms, "sound": sound}
         typer.echo(jsonlib.dumps({**facts, "lanes": [_facts(track) for track in tracks]}))
-    else:
+    elif tracks:
         Console().print(_view(tracks))
         Console().print(_moral(tracks))
     if not sound:
@@ -71,9 +84,12 @@ def race(
 
 
 class _Race:
-    def __init__(self, console: Console, messages: int, keys: int, work: float, *, live: bool) -> None:
-        self._console, self._live = console, live
+    def __init__(
+        self, console: Console, messages: int, keys: int, work: float, *, live: bool, port: int | None = None
+    ) -> None:
+        self._console, self._live, self._port = console, live, port
         self._messages, self._keys, self._work = messages, keys, work
+        self._round = 0
 
     def run(self) -> list[Track]:
         from keylane.broker import Broker, shown  # noqa: PLC0415 - not needed for --help
@@ -113,12 +129,42 @@ class _Race:
             reader = _Reader(broker.bootstrap, tracks)
             stack.callback(reader.close)
             self._warm_up(broker.bootstrap, reader, queries)
-            self._watch(broker.bootstrap, tracks, queries)
+            if self._port is None:
+                self._watch(broker.bootstrap, tracks, queries)
+            else:
+                tracks = self._serve(self._port, broker.bootstrap, reader, queries)
         return tracks
+
+    def _serve(self, port: int, bootstrap: str, reader: _Reader, queries: list[LaneQuery]) -> list[Track]:
+        """Run a round whenever a browser wants one, until Ctrl-C. Return the last round."""
+        from keylane.cli.console import make_server  # noqa: PLC0415
+        from keylane.demo.race import ORDERS, Track  # noqa: PLC0415
+        from keylane.demo.race_feed import RaceFeed  # noqa: PLC0415
+        from keylane.kafka.settings import KafkaSettings  # noqa: PLC0415
+
+        feed = RaceFeed(self._messages, self._keys, self._work * 1000)
+        apps = [f"race-{order}" for order in ORDERS]
+        tracks: list[Track] = []
+        with make_server(
+            KafkaSettings(bootstrap), apps, say=self._console.print, port=port, race=feed
+        ) as server:
+            self._console.print(f"the race: {server.link}\nCtrl-C ends it", soft_wrap=True)
+            try:
+                while True:
+                    if not feed.wait(0.5):
+                        _check(queries)
+                        continue
+                    tracks = [Track(order, self._messages) for order in ORDERS]
+                    reader.follow(tracks)
+                    feed.begin(tracks)
+                    self._round += 1
+                    self._watch(bootstrap, tracks, queries)
+            except KeyboardInterrupt:
+                return tracks
 
     def _warm_up(self, bootstrap: str, reader: _Reader, queries: list[LaneQuery]) -> None:
         """Wait for a result from every app: Spark's start is not part of the race."""
-        _send(bootstrap, [(b"k0", -1)])
+        _send(bootstrap, [(b"k0", -1)], 0)
         deadline = time.monotonic() + _READY_SECONDS_MAX
         while not reader.ready:
             _check(queries)
@@ -130,7 +176,7 @@ class _Race:
 
     def _watch(self, bootstrap: str, tracks: list[Track], queries: list[LaneQuery]) -> None:
         load = [(b"k%d" % (number % self._keys), number) for number in range(self._messages)]
-        _send(bootstrap, load)
+        _send(bootstrap, load, self._round)
         deadline = time.monotonic() + _RACE_SECONDS_MAX
         quiet = not (self._live and self._console.is_terminal)
         told: set[str] = set()
@@ -153,10 +199,9 @@ class _Reader:
     """Reader of the three sinks, in its own thread, until closed."""
 
     def __init__(self, bootstrap: str, tracks: list[Track]) -> None:
-        from keylane.demo.race import sink  # noqa: PLC0415
         from keylane.kafka.client import Consumer, TopicPartition  # noqa: PLC0415
 
-        self._tracks = {sink(track.order): track for track in tracks}
+        self.follow(tracks)
         self._warm: set[str] = set()
         self._ended = threading.Event()
         self._consumer: Any = Consumer(
@@ -171,6 +216,12 @@ class _Reader:
         self._consumer.assign([TopicPartition(topic, 0, 0) for topic in self._tracks])
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    def follow(self, tracks: list[Track]) -> None:
+        """Give the results to these tracks from now on."""
+        from keylane.demo.race import sink  # noqa: PLC0415
+
+        self._tracks = {sink(track.order): track for track in tracks}
 
     @property
     def ready(self) -> bool:
@@ -194,13 +245,13 @@ class _Reader:
                 self._tracks[message.topic()].see(message.key(), message.value())
 
 
-def _send(bootstrap: str, load: list[tuple[bytes, int]]) -> None:
+def _send(bootstrap: str, load: list[tuple[bytes, int]], round_: int) -> None:
     from keylane.demo.race import SOURCE  # noqa: PLC0415
     from keylane.publisher import Publisher  # noqa: PLC0415
 
     with Publisher(SOURCE, bootstrap=bootstrap) as publisher:
         for key, number in load:
-            publisher.send(str(number), key=key, event_id=f"race-{number}")
+            publisher.send(str(number), key=key, event_id=f"race-{round_}-{number}")
 
 
 def _stop(queries: list[LaneQuery]) -> None:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +19,7 @@ from keylane.cli.arguments import (
     Json,
     OfKind,
     Options,
+    Reason,
     Since,
     Stage,
     Until,
@@ -27,33 +27,19 @@ from keylane.cli.arguments import (
     place,
     select,
 )
-from keylane.cli.keys import key_argument, parse_key, printable, show_key
-from keylane.cli.layout import counted
-from keylane.cli.redrive_selection import Place, RedriveSelection, Takes, command_for
 from keylane.cli.redrive_view import RedriveReport, plan_facts, print_plan
-from keylane.dlq.reader import read_dead_letters
-from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
-from keylane.errors import BrokerError, KeylaneError, SettingsError
-from keylane.kafka.settings import KafkaSettings
-from keylane.lanes.lane_record import LaneStatus
+from keylane.dlq.record import DeadLetterKind
+from keylane.errors import SettingsError
+from keylane.key_text import parse_key
 from keylane.state.admin import AdminClient, CommandResults
 from keylane.state.commands import Command
-from keylane.topic_names import dead_letter_topic
+from keylane.state.redrive_choice import RedrivePlan, RedriveWay, choose
+from keylane.wording import counted
 
 NO_ANSWER_SECONDS = 5.0
 """Seconds without a sign of the app after which it is reported as not running."""
 _LINE_INTERVAL_SECONDS = 10.0
 """Seconds between two lines of progress when the output is not a terminal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """How the dead letters are chosen. ``whole``: whole lanes, with what arrives meanwhile."""
-
-    takes: Takes
-    whole: bool = False
-    key: bytes | None = None
-    places: frozenset[tuple[int, int]] = frozenset()
 
 
 def redrive(
@@ -88,6 +74,7 @@ def redrive(
             min=0, metavar="SECONDS", help="Wait at most this long.", show_default="until it is done"
         ),
     ] = None,
+    reason: Reason = "",
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Give the commands and exit.")] = False,
     option: Options = None,
     as_json: Json = False,
@@ -115,16 +102,9 @@ def redrive(
     way = _way(positions or [], lane, filters, every=every)
     settings = client(bootstrap, option)
     with AdminClient(settings, name) as operator:
-        choice = _choose(settings, name, way, operator)
-        lots = choice.lots()
-        open_commands: dict[Place, list[Command]] = {}
-        for command in operator.open_commands():
-            if command.do == "redrive":
-                open_commands.setdefault((command.partition, command.key), []).append(command)
-        commands = [
-            command_for(name, lot, open_commands.get((lot.partition, lot.key), ()), whole=way.whole)
-            for lot in lots
-        ]
+        choice = choose(settings, way, operator)
+        plan = RedrivePlan.of(operator, choice, whole=way.whole, reason=reason)
+        lots, commands = plan.lots, plan.commands
         if dry_run or not lots:
             if as_json:
                 typer.echo(json.dumps(plan_facts(name, choice, lots, dry_run=dry_run)))
@@ -132,8 +112,7 @@ def redrive(
                 print_plan(name, choice, lots, whole=way.whole)
             return
         before = _redriven(operator)
-        stood = {command.id for group in open_commands.values() for command in group}
-        operator.give(command for command in commands if command.id not in stood)
+        operator.give(plan.fresh)
         heard = None if no_wait else _wait(operator, commands, wait, before)
     report = RedriveReport(name, choice, lots, commands, heard)
     if as_json:
@@ -144,7 +123,7 @@ def redrive(
         raise typer.Exit(1)
 
 
-def _way(positions: list[str], lane: str | None, filters: dict[str, Any], *, every: bool) -> _Way:
+def _way(positions: list[str], lane: str | None, filters: dict[str, Any], *, every: bool) -> RedriveWay:
     ways = [bool(positions), lane is not None, every, any(value is not None for value in filters.values())]
     if sum(ways) != 1:
         raise SettingsError(
@@ -153,67 +132,19 @@ def _way(positions: list[str], lane: str | None, filters: dict[str, Any], *, eve
         )
     if positions:
         places = frozenset(place(position) for position in positions)
-        return _Way(
+        return RedriveWay(
             takes=lambda letter, _cause, _at: (letter.partition, letter.offset) in places, places=places
         )
     if lane is not None:
         key = parse_key(lane)
-        return _Way(takes=lambda letter, _cause, _at: letter.key == key, whole=True, key=key)
+        return RedriveWay(takes=lambda letter, _cause, _at: letter.key == key, whole=True, key=key)
     if every:
-        return _Way(takes=lambda _letter, _cause, _at: True, whole=True)
+        return RedriveWay(takes=lambda _letter, _cause, _at: True, whole=True)
     if filters["kind"] is DeadLetterKind.ARCHIVED:
         raise SettingsError(
             "archived dead letters are copies: their messages are still in their lanes. Use 'keylane lanes release'"
         )
-    return _Way(takes=select(time.time(), **filters).takes)
-
-
-def _choose(settings: KafkaSettings, name: str, way: _Way, operator: AdminClient) -> RedriveSelection:
-    stopped = operator.lanes()
-    choice = RedriveSelection(way.takes, operator.redriven(), stopped)
-    met = False
-    missing = set(way.places)
-    partitions = sorted({partition for partition, _ in missing}) or None
-    for each in read_dead_letters(settings, dead_letter_topic(name), partitions=partitions):
-        checked = operator.home.check(each, former=(each.partition, each.offset) in way.places)
-        choice.add(checked)
-        met = met or each.key == way.key
-        if missing and (each.partition, each.offset) in missing:
-            missing.discard((each.partition, each.offset))
-            _refuse(name, checked)
-    if missing:
-        partition, offset = min(missing)
-        raise BrokerError(
-            f"no dead letter at {name}.dlq/{partition}@{offset}: the partition ends before it, or retention deleted "
-            f"it. 'keylane dlq list {name} --letters' lists those that exist"
-        )
-    if way.whole:
-        for record in stopped:  # also those whose dead letters are gone: nothing else ends the parking
-            if record.stop is LaneStatus.PARKED and way.key in (None, record.key):
-                choice.lane(record.partition, record.key)
-                met = True
-    if way.key is not None and not met:
-        raise KeylaneError(f"no dead letter of app {name!r} has the key {show_key(way.key)}")
-    named = way.key is not None or way.places
-    for (_, key), count in choice.blocked.items():
-        if named and count and key is not None:
-            raise KeylaneError(
-                f"lane {show_key(key)} is blocked: its dead letters cannot run before the message that blocks it. "
-                f"Release or skip that first: keylane lanes show {name} {key_argument(key)}"
-            )
-    return choice
-
-
-def _refuse(name: str, each: DeadLetter | UnreadableDeadLetter) -> None:
-    """Raise if a chosen dead letter can never be redriven."""
-    if isinstance(each, UnreadableDeadLetter):
-        raise KeylaneError(f"{name}.dlq/{each.position} cannot be redriven: {printable(each.reason)}")
-    if each.kind is DeadLetterKind.ARCHIVED:
-        raise SettingsError(
-            f"dead letter {name}.dlq/{each.position} is an archived copy: its message is still in its lane, or was "
-            f"released since. 'keylane lanes release {name} --at {each.source_partition}@{each.source_offset}' runs it "
-            "again"
-        )
+    return RedriveWay(takes=select(time.time(), **filters).takes)
 
 
 def _redriven(operator: AdminClient) -> int:

@@ -6,12 +6,13 @@ from typing import Any
 
 import typer
 
-from keylane.cli.keys import printable, show_key
-from keylane.cli.layout import cell, counted, print_table, table
-from keylane.cli.redrive_selection import LaneSelection, RedriveSelection
+from keylane.cli.layout import cell, print_table, table
+from keylane.key_text import printable, show_key
 from keylane.state.admin import CommandResults
 from keylane.state.answers import RedriveCounts
 from keylane.state.commands import Command
+from keylane.state.redrive_selection import LaneSelection, RedriveSelection
+from keylane.wording import counted
 
 LANES_SHOWN = 20
 """How many lanes are listed separately."""

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from keylane import logs
 from keylane.cli.arguments import from_files
-from keylane.cli.layout import JsonConsole, counted, say
+from keylane.cli.layout import JsonConsole, say
 from keylane.cli.signals import AbandonedError, StopSignals, last_resort, leave
 from keylane.errors import SettingsError
 from keylane.redaction import redact
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from keylane.cli.runner import RunEnd
@@ -47,6 +48,13 @@ def run(
     ] = False,
     tasks: Annotated[
         int | None, typer.Option(help="Largest number of tasks; by default Spark's number of slots.")
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Process only the I-th of N shares of the partitions, e.g. 3/8. Start one run for each share.",
+        ),
     ] = None,
     order: Annotated[
         str | None,
@@ -78,6 +86,15 @@ def run(
     metrics_host: Annotated[
         str, typer.Option(help="Address to serve them on; 0.0.0.0 means all addresses of this machine.")
     ] = "127.0.0.1",
+    web_console: Annotated[
+        bool, typer.Option("--console", help="Serve the web console too: see 'keylane console'.")
+    ] = False,
+    console_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --console: its port; 0 takes any free one.")
+    ] = 8600,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="With --console: let its users release, skip and redrive.")
+    ] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,6 +112,12 @@ def run(
     named after the app, so the next run continues where this one ended. A failed query is restarted, unless the failure
     is the app's own or another run has taken over. A second signal ends the run at once, without a drain.
 
+    With --shard 3/8 the run processes the third of eight shares of the partitions: those whose number leaves the
+    remainder 2 when divided by 8. Start all eight, on one machine or several. Each has its own Spark and is stopped,
+    restarted and scaled by itself; the group, the state and the dead letters are the app's. A run that starts takes its
+    partitions over, and every other run that had one of them ends: a second run of the same shard, a run without
+    --shard, or one with another number of shares.
+
     \b
     Exit codes:
       0  stopped, or caught up
@@ -106,10 +129,12 @@ def run(
 
     \b
     keylane run shop.orders:app --bootstrap localhost:9092
+    keylane run shop.orders:app --console
     keylane run shop.orders:app --until-caught-up --json
     keylane run shop.orders:app --master 'local[4]' -o startingOffsets=latest
     keylane run shop.orders:app --master spark://host:7077 --py-files shop.zip
     keylane run shop.orders:app --order global --until-caught-up
+    keylane run shop.orders:app --shard 3/8
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     stopper = StopSignals(lambda line: say(console, line))
     console = JsonConsole() if log_format == "json" else Console(stderr=True)
@@ -122,7 +147,11 @@ def run(
             for k, v in {"bootstrap": bootstrap, "tasks": tasks, "checkpointLocation": checkpoint}.items()
             if v
         }
+        if shard is not None:
+            given["shard"] = shard
         given["logFormat"] = log_format
+        if allow_actions and not web_console:
+            raise SettingsError("--allow-actions needs --console")
         if log_format not in logs.FORMATS:
             raise SettingsError(f"--log-format must be text or json, got {log_format}")
         logs.set_up(logging.WARNING, log_format)
@@ -139,7 +168,8 @@ def run(
             app = app.with_order(named)
         app.check()
         name = app.name
-        settings = Options.parse(given, app.source).settings
+        options = Options.parse(given, app.source)
+        settings = options.settings
 
         from keylane.cli.runner import Runner  # noqa: PLC0415
 
@@ -155,6 +185,9 @@ def run(
             console=console,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
+            shard=options.shard,
+            console_port=console_port if web_console else None,
+            console_actions=allow_actions,
         )
         result = stopper.guard(runner.run)
     except AbandonedError as left:

@@ -6,11 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane.cli.console import make_server
 from keylane.cli.layout import say
 from keylane.cli.progress import RunProgress
 from keylane.cli.signals import OVERDUE_EXIT_CODE
 from keylane.kafka.cluster import Cluster
 from keylane.lanes.lane_record import LaneStatus
+from keylane.offsets.shard import WHOLE
 from keylane.spark import jvm
 from keylane.spark.failure_report import QueryFailure, QueryFailureKind
 from keylane.spark.query import dead_letters, start
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from keylane.cli.signals import StopSignals
     from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.shard import Shard
     from keylane.spark.packaging import AppPackage
     from keylane.spark.query import LaneQuery
     from keylane.spec import AppSpec
@@ -95,6 +98,9 @@ class Runner:
         console: Console,
         metrics_port: int | None = None,
         metrics_host: str = HOST,
+        shard: Shard = WHOLE,
+        console_port: int | None = None,
+        console_actions: bool = False,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -105,8 +111,12 @@ class Runner:
         self._stopper = stopper
         self._console = console
         self._metrics_port, self._metrics_host = metrics_port, metrics_host
+        self._console_port, self._console_actions = console_port, console_actions
         self._spark: SparkSession | None = None
-        self._progress = RunProgress(settings, app, console, until_caught_up=bool(given.get("availableNow")))
+        self._shard = shard
+        self._progress = RunProgress(
+            settings, app, console, until_caught_up=bool(given.get("availableNow")), shard=shard
+        )
         self._used = False  # the session: tasks of a failed query may still run in it
         self._drained = True
         self._dead = 0  # dead letters of all queries
@@ -115,12 +125,22 @@ class Runner:
         """Run everything, from the first check of the cluster to Spark's end."""
         cluster = Cluster(self._settings)
         cluster.prepare(self._app)  # before Spark: otherwise errors would come half a minute later
-        remember_newest_run(cluster, self._app.name, self._app.state)
+        remember_newest_run(cluster, self._app.name, self._app.state, self._shard)
         if self._metrics_port is not None:
             exporter = Exporter(self._settings, self._app.name, self._app.source)
             taken = exporter.serve(self._metrics_port, self._metrics_host)
             exporter.start()
             self._say(f"metrics at http://{self._metrics_host}:{taken}/metrics")
+        if self._console_port is not None:
+            page = make_server(
+                self._settings,
+                [self._app.name],
+                say=self._say,
+                port=self._console_port,
+                allow_actions=self._console_actions,
+            )
+            page.start()  # its threads end with the process
+            self._say(f"console: {page.link}")
         self._progress.begin()
         self._spark = self._session()
         began = time.monotonic()
@@ -159,15 +179,18 @@ class Runner:
         spark = self._fit()
         if self._used:
             check_still_ours(
-                self._settings, self._app.name, self._app.state
+                self._settings, self._app.name, self._app.state, self._shard
             )  # otherwise the two would replace each other endlessly
         self._stopper.runs(_START_SECONDS_MAX)
         app, again, self._used = self._app, " again" if self._used else "", True
         query = start(app, spark, package=self._package, **self._given)
         self._stopper.runs(app.drain_timeout + _DRAIN_GRACE_SECONDS + _END_SECONDS_MAX)
-        sink = app.sink or ("no sink" if app.custom_sink is None else type(app.custom_sink).__name__)
+        part = "" if self._shard.whole else f" as shard {self._shard}"
+        sink = ", ".join(app.sinks) or (
+            "no sink" if app.custom_sink is None else type(app.custom_sink).__name__
+        )
         self._say(
-            f"app {app.name!r} runs{again}: {app.source} → {sink} at {self._settings.bootstrap}. "
+            f"app {app.name!r} runs{again}{part}: {app.source} → {sink} at {self._settings.bootstrap}. "
             "Ctrl-C drains it."
         )
         return query
@@ -218,6 +241,8 @@ class Runner:
         say(self._console, line)
 
     def _lanes(self) -> list[LaneStatus]:
-        """Return why each stopped lane has stopped."""
+        """Return why each stopped lane of the run's partitions has stopped."""
         with AdminClient(self._settings, self._app.name) as operator:
-            return [record.stop for record in operator.lanes()]
+            found = operator.lanes()
+        own = set(self._shard.of({record.partition for record in found}))
+        return [record.stop for record in found if record.partition in own]

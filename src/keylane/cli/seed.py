@@ -22,9 +22,10 @@ from rich.progress import (
 from rich.text import Text
 
 from keylane.cli.arguments import Bootstrap, Json, Options, client
-from keylane.cli.layout import counted, safe
+from keylane.cli.layout import safe
 from keylane.demo.seed import DEFAULT_PARTITIONS, Distribution, SeedLoad, SeedReport, Target, send
 from keylane.errors import KeylaneError
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

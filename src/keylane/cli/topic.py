@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from keylane.cli.arguments import Bootstrap, Json, Options, client
-from keylane.cli.layout import cell, counted, print_table, safe, table
+from keylane.cli.layout import cell, print_table, safe, table
 from keylane.demo.seed import DEFAULT_PARTITIONS
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.wording import counted
 
 _SETTINGS = ("cleanup.policy", "retention.ms", "max.message.bytes", "message.timestamp.type")
 """Topic settings that `describe` shows: those that matter to an app."""

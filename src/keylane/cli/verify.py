@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client, moment
-from keylane.cli.keys import show_key
-from keylane.cli.layout import counted
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
+from keylane.key_text import show_key
 from keylane.state.admin import AdminClient
 from keylane.topic_names import ledger_topic
+from keylane.wording import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from keylane.audit.audit import Audit
     from keylane.audit.violation import Violation
     from keylane.kafka.settings import KafkaSettings
+
+_RECORDS_PER_PARTITION = 100_000
+_SHUFFLE_PARTITIONS_MIN = 2
+"""Every partition of a shuffle is a task: with few records, starting them takes longer than the audit."""
 
 
 def verify(
@@ -52,13 +56,18 @@ def verify(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     settings = client(bootstrap, option)
     began = None if since is None else int(moment(since, time.time(), "--since") * 1000)
-    Cluster(settings).partitions(
-        ledger_topic(name), f"the ledger of app {name!r}, topic"
-    )  # before Spark is started
+    cluster = Cluster(settings)
+    count = cluster.partitions(  # before Spark is started
+        ledger_topic(name),
+        f"the ledger of app {name!r}, topic",
+        remedy="The app writes it with App(…, ledger=Ledger()), from its next start on",
+    )
     from keylane.spark.spark_session import session  # noqa: PLC0415 - only now Spark is needed
 
     clock = time.monotonic()
-    spark = session(master, f"keylane verify {name}", spark_sql_shuffle_partitions="16")
+    records = sum(cluster.ends(ledger_topic(name), range(count)).values())
+    shuffled = min(64, max(_SHUFFLE_PARTITIONS_MIN, records // _RECORDS_PER_PARTITION))
+    spark = session(master, f"keylane verify {name}", spark_sql_shuffle_partitions=str(shuffled))
     try:
         found = _audit(spark, settings, name, began, skew)
     finally:
@@ -95,14 +104,15 @@ def _audit(spark: SparkSession, settings: KafkaSettings, name: str, began: int |
                 found = found.where(found[column].isNull() | (found[column] == value))
         return found
 
-    first = ledger().select("topic").where("topic > ''").first()
-    if first is None:
+    # A plan names the source. Otherwise, or for a part of the ledger that may be empty, its records are asked.
+    first = None if planned and began is None else ledger().select("topic").where("topic > ''").first()
+    source = planned if first is None else first.topic
+    if not source or (first is None and began is not None):
         when = "" if began is None else " from --since on"
         raise SettingsError(
             f"the ledger {name}.ledger has no records{when}: the app has processed no messages, or ran without "
             "App(…, ledger=Ledger())"
         )
-    source = first.topic
     try:
         count = cluster.partitions(source, "the source, topic")
     except BrokerError:

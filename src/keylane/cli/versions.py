@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
-from keylane.cli.keys import parse_key, printable, show_key
-from keylane.cli.lane_view import answer_facts
 from keylane.errors import KeylaneError
+from keylane.key_text import parse_key, printable, show_key
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.slots import slot_of
 from keylane.policies.versions import MAX_VERSION
 from keylane.state.admin import AdminClient, new_command
+from keylane.state.facts import answer_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

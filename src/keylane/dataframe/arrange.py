@@ -15,7 +15,7 @@ from pyspark.sql.udf import UserDefinedFunction
 from pyspark.util import PythonEvalType
 
 from keylane import logs
-from keylane.dataframe.rows import ORDER, FramePlan
+from keylane.dataframe.rows import ORDER, RESULTS_DDL, FramePlan
 from keylane.dataframe.task import FrameTask
 from keylane.errors import SettingsError
 from keylane.policies.failure_policy import POLICIES
@@ -168,8 +168,8 @@ def _carried(
     kinds: dict[str, t.DataType], order_by: tuple[str, ...], *, position: bool
 ) -> tuple[tuple[int, ...], str]:
     """The columns of ``order_by`` that the outcomes do not have, and the schema that includes them."""
-    known = {*outcomes.SCHEMA.names, "letter"}
-    carried, ddl = [], [outcomes.DDL, _LETTER_DDL]
+    known = {*outcomes.SCHEMA.names, "letter", "results"}
+    carried, ddl = [], [outcomes.DDL, _LETTER_DDL, RESULTS_DDL]
     for number, name in enumerate(order_by):
         if position and name in ("partition", "offset"):
             continue

@@ -19,11 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.results import ResultRecord
     from keylane.message import Headers
     from keylane.policies.failure_info import FailureInfo
 
 ORDER = "order_"
 """Prefix of the columns of ``order_by``, followed by their number."""
+RESULTS_DDL = (
+    "results ARRAY<STRUCT<topic: STRING, key: BINARY, value: BINARY, "
+    "headers: ARRAY<STRUCT<key: STRING, value: BINARY>>, timestamp: TIMESTAMP, event_id: STRING>>"
+)
+"""The results of a message that gave more than one plain value."""
+RESULTS = pa.list_(
+    pa.struct(
+        [
+            ("topic", pa.string()),
+            ("key", pa.binary()),
+            ("value", pa.binary()),
+            ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+            ("timestamp", pa.timestamp("us", tz="UTC")),
+            ("event_id", pa.string()),
+        ]
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,13 +207,17 @@ class FrameRows:
         self,
         deliveries: list[Delivery],
         letters: dict[tuple[int, int], FailureInfo | None],
+        records: dict[tuple[int, int], Sequence[ResultRecord]],
         *,
         owner: str,
         epoch: int,
         results: bool,
         blocks: bool,
     ) -> pa.RecordBatch:
-        """Outcome rows. Removes their failures from ``letters``; ``blocks``: parked lanes are shown as blocked."""
+        """Outcome rows. Removes their failures from ``letters``, and their results from ``records``.
+
+        ``blocks``: parked lanes are shown as blocked.
+        """
         base = outcomes.to_arrow(deliveries, owner, epoch, results=results)
         found = [letters.pop((d.partition, d.offset), None) for d in deliveries]
         columns = {name: base.column(number) for number, name in enumerate(base.schema.names)}
@@ -204,6 +226,12 @@ class FrameRows:
             columns["outcome"] = pa.array(named, pa.string())
         texts = [None if letter is None else json.dumps(letter.as_json()) for letter in found]
         columns["letter"] = pa.array(texts, pa.string())
+        several = [records.pop((d.partition, d.offset), None) for d in deliveries] if records else []
+        columns["results"] = (
+            pa.array([None if each is None else list(map(_as_row, each)) for each in several], RESULTS)
+            if several
+            else pa.nulls(len(deliveries), RESULTS)
+        )
         for number in self._plan.carried:
             values = [d.record.order[number] for d in deliveries]  # type: ignore[attr-defined]  # ours
             columns[self._plan.order_by[number]] = pa.array(values, self._types[number])
@@ -215,6 +243,18 @@ def _blocked(outcome: Outcome, letter: FailureInfo | None) -> str:
     if outcome not in (Outcome.PARKED, Outcome.DEAD):
         return outcome.value
     return "blocked" if letter is not None else "stopped"
+
+
+def _as_row(record: ResultRecord) -> dict[str, Any]:
+    """One result as a struct of the column ``results``."""
+    return {
+        "topic": record.topic or None,
+        "key": record.key,
+        "value": record.value,
+        "headers": [{"key": name, "value": content} for name, content in record.headers],
+        "timestamp": None if record.timestamp is None else record.timestamp * 1000,
+        "event_id": (record.headers[-1][1] or b"").decode(errors="replace"),
+    }
 
 
 def milliseconds(column: pa.Array) -> list[int | None]:

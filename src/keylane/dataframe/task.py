@@ -19,7 +19,7 @@ from keylane.engine.engine import Engine
 from keylane.engine.garbage import collect, own_collector
 from keylane.engine.shutdown import end_stages, end_threads
 from keylane.engine.stages import open_pipeline
-from keylane.errors import FailureGuardError, Poison
+from keylane.errors import FailureGuardError
 from keylane.kafka.fetcher import BUFFERED_BYTES_MAX
 from keylane.policies.failure_policy import PARK
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from keylane.dataframe.rows import FramePlan, FrameRecord
     from keylane.engine.delivery import Delivery
-    from keylane.engine.dispatch import Result
     from keylane.engine.output import Then
+    from keylane.engine.results import ResultRecord
     from keylane.policies.failure_info import FailureInfo
     from keylane.spec import AppSpec
 
@@ -49,20 +49,21 @@ class FrameOutput:
     def __init__(self) -> None:
         self.letters: dict[tuple[int, int], FailureInfo | None] = {}
         """By partition and offset; removed when the row is made."""
+        self.records: dict[tuple[int, int], Sequence[ResultRecord]] = {}
+        """Results that are not one plain value, by partition and offset; removed when the row is made."""
 
     def result(self, delivery: Delivery, value: bytes) -> None:
         """Acknowledge at once: Spark makes the row durable."""
         delivery.value = value
         delivery.engine.acknowledge(delivery)
 
-    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """Take the one result that a row can have. Raises :class:`Poison` for several."""
-        if len(values) > 1:
-            raise Poison(
-                f"{len(values)} handlers returned a result, but an outcome row has one: let only one of the handlers "
-                "of an event type return something"
-            )
-        self.result(delivery, values[0][0])
+    def all_results(self, delivery: Delivery, records: Sequence[ResultRecord]) -> None:
+        """As :meth:`result`; what is more than one plain value is in a column of its own."""
+        only = records[0] if len(records) == 1 else None
+        if only is None or not only.plain:
+            self.records[delivery.partition, delivery.offset] = records
+        delivery.value = None if only is None else only.value
+        delivery.engine.acknowledge(delivery)
 
     def letter(
         self,
@@ -93,7 +94,7 @@ class FrameTask:
         self._plan = plan
         self._blocks = app.on_failure.blocks
         if app.custom_sink is not None:  # results are rows
-            app = replace(app, custom_sink=None, sink="results")
+            app = replace(app, custom_sink=None, sink="results", sinks=("results",))
         self._app = app
         if self._blocks:  # a stopped lane gives up its rows at once, as a parked one does
             self._app = replace(app, on_failure=PARK)
@@ -171,6 +172,7 @@ class FrameTask:
         yield self._rows.to_arrow(
             done,
             self._output.letters,
+            self._output.records,
             owner=self.owner,
             epoch=self._epoch,
             results=app.sink is not None or app.commit == "epoch",

@@ -64,6 +64,9 @@ class Finish:
     key: int
     late: bool
     """A later message of its key had finished before it."""
+    started: float
+    finished: float
+    """Unix times at which its handler got it, and was done with it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +87,8 @@ class Track:
     doubles: int = 0
     trace: list[Finish] = field(default_factory=list)
     """The first to finish, in the order in which they did."""
+    finishes: list[Finish] = field(default_factory=list)
+    """All so far, in the order in which they finished."""
     recent: deque[Finish] = field(default_factory=lambda: deque(maxlen=LIVE_TRACE_MESSAGES))
     """The last to finish so far."""
     _latest: int = -1
@@ -108,7 +113,8 @@ class Track:
         self.began = min(self.began, said["started"])
         self.last = max(self.last, said["finished"])
         self.done += 1
-        finish = Finish(number=number, key=of, late=late)
+        finish = Finish(number=number, key=of, late=late, started=said["started"], finished=said["finished"])
+        self.finishes.append(finish)
         self.recent.append(finish)
         if len(self.trace) < TRACE_MESSAGES_MAX:
             self.trace.append(finish)

@@ -173,7 +173,7 @@ class Spool:
             sent, refused = _send(reader, send, timeout)
             if reader.torn:
                 log.warning(
-                    "%s ends in %d bytes of a letter that was not written to its end; its process died",
+                    "%s ends in %d bytes of an unfinished dead letter: its process died while writing it",
                     path,
                     reader.torn,
                 )
@@ -181,7 +181,7 @@ class Spool:
                 aside = path.with_suffix(".damaged")
                 path.rename(aside)
                 log.error(
-                    "%s was damaged in %d places; its other %d letters are in their topic. It is kept as %s",
+                    "%s was damaged in %d places; its other %d dead letters are in their topic. The file is kept as %s",
                     path,
                     reader.damaged,
                     sent,

@@ -148,7 +148,7 @@ class SpoolReader:
 def decode(payload: bytes) -> SpooledDeadLetter:
     """The letter of a frame. Raises MalformedRecordError: a right checksum says nothing about who wrote it."""
     if len(payload) < _FIXED.size:
-        raise wire.MalformedRecordError(f"expected a letter, got {len(payload)} bytes")
+        raise wire.MalformedRecordError(f"expected a dead letter, got {len(payload)} bytes")
     partition, timestamp, headers = _FIXED.unpack_from(payload)
     at = _FIXED.size
 
@@ -157,7 +157,7 @@ def decode(payload: bytes) -> SpooledDeadLetter:
         begin = at + _LENGTH.size
         length = int(_LENGTH.unpack_from(payload, at)[0]) if begin <= len(payload) else _NONE - 1
         if not _NONE <= length <= len(payload) - begin:
-            raise wire.MalformedRecordError(f"expected a length inside of the letter, got {length}")
+            raise wire.MalformedRecordError(f"expected a length within the dead letter, got {length}")
         at = begin + max(0, length)
         return None if length == _NONE else payload[begin:at]
 

@@ -305,7 +305,9 @@ class DeadLetterWriter:
         return sent
 
     def _to_spool(self, entry: SpooledDeadLetter, problem: str, then: Then) -> None:
-        log.error("topic %r takes no letters: %s; they go to %s", entry.topic, problem, self._spool.folder)
+        log.error(
+            "topic %r takes no dead letters: %s; they go to %s", entry.topic, problem, self._spool.folder
+        )
         kept = self._loop.run_in_executor(None, self._spool.append, entry)
 
         def answered(kept: asyncio.Future[None]) -> None:

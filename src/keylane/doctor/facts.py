@@ -59,9 +59,11 @@ class AppFacts(AppTopicNames):
 
     name: str
     source: str | None
-    sink: str | None = None
+    sinks: tuple[str, ...] = ()
     order: Ordering = KEY
     ledger: bool = False
+    states: bool = False
+    """Whether its stages keep lane state."""
     tasks: int | None = None
     """The most tasks that its options allow; None: no limit."""
     spool: Path | None = None
@@ -72,7 +74,7 @@ class AppFacts(AppTopicNames):
         """What it needs; empty when the source is not known."""
         if self.source is None:
             return ()
-        return app_rights(self.name, self.source, self.sink, ledger=self.ledger)
+        return app_rights(self.name, self.source, self.sinks, ledger=self.ledger, states=self.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,18 +33,20 @@ def judge_topics(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     if source is not None and app.source is not None:
         yield from _health("source", app.source, source, cluster.brokers)
         yield from _compaction(app.source, source)
-    if app.sink is not None:
-        sink = cluster.topics.get(app.sink)
+    for name in app.sinks:
+        sink = cluster.topics.get(name)
         if sink is None:
-            yield fault("sink", f"topic {app.sink!r} does not exist", "create it, or correct the app's sink")
+            yield fault("sink", f"topic {name!r} does not exist", "create it, or correct the app's sink")
         else:
-            yield from _health("sink", app.sink, sink, cluster.brokers)
-            yield from _message_size("sink", app.sink, sink, source, 0)
+            yield from _health("sink", name, sink, cluster.brokers)
+            yield from _message_size("sink", name, sink, source, 0)
     yield from _own_topics(app, cluster, source)
 
 
 def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None) -> Iterator[Finding]:
     names = {"dead letters": app.dlq, "state": app.state}
+    if app.states:
+        names["lane state"] = app.lane_state
     if app.ledger:
         names["ledger"] = app.ledger_topic
     for check, name in names.items():
@@ -67,7 +69,7 @@ def _own_topics(app: AppFacts, cluster: ClusterFacts, source: TopicFacts | None)
                 "find out what writes to it: only the app and Keylane's own tools may",
             )
         cleanup = (topic.settings or {}).get("cleanup.policy", "")
-        if check == "state" and cleanup and cleanup != "compact":
+        if check in {"state", "lane state"} and cleanup and cleanup != "compact":
             yield fault(
                 check,
                 f"topic {name!r} has cleanup.policy={cleanup}: the state of the app's lanes is deleted in time",

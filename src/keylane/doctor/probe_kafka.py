@@ -61,7 +61,9 @@ class _KafkaProbe:
         app = self._app
         existing = self._cluster.topics()
         seconds = time.monotonic() - began
-        wanted = [] if app is None else [app.source, app.sink, app.dlq, app.state, app.ledger_topic]
+        wanted = []
+        if app is not None:
+            wanted = [app.source, *app.sinks, app.dlq, app.state, app.lane_state, app.ledger_topic]
         names = [name for name in wanted if name and name in existing]
         cluster = self._answer(self._admin.describe_cluster(include_authorized_operations=True))
         rights = _operations(cluster)

@@ -10,13 +10,14 @@ from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from keylane.engine.attempts import RetryAttempts
     from keylane.engine.clock import Clock
     from keylane.engine.counters import MessageCounters
     from keylane.engine.delivery import Delivery
     from keylane.engine.duplicates import Duplicates
+    from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.versions import Versions
@@ -41,7 +42,7 @@ class Acknowledgements:
         duplicates: Duplicates,
         on_done: Callable[[list[Delivery]], None],
         loop: asyncio.AbstractEventLoop,
-        sink: str | None = None,
+        sinks: Sequence[str] = (),
     ) -> None:
         self.acknowledged: list[Delivery] = []
         """Messages whose results are durable. Always this list: delivery reports and runners append, settle() empties.
@@ -55,6 +56,7 @@ class Acknowledgements:
             tuple[Delivery, Any]
         ] = []  # written by refused(): what was not written, and the errors
         self.versions: Versions | None = None  # written by the engine, once
+        self.states: LaneStates | None = None  # written by the engine, once
         self._table = table
         self._pool = pool
         self._life = life
@@ -64,7 +66,7 @@ class Acknowledgements:
         self._duplicates = duplicates
         self._on_done = on_done
         self._loop = loop
-        self._sink = sink or ""
+        self._sinks = sinks
 
     def acknowledge(self, delivery: Delivery) -> None:
         """What the message caused is durable."""
@@ -92,7 +94,9 @@ class Acknowledgements:
             return
         what = f"what message {delivery.position} caused could not be written"
         if is_denied(error):
-            self._life.fail(broker_error(what, error, on_topic(self._sink, Operation.WRITE)))
+            self._life.fail(
+                broker_error(what, error, *(on_topic(sink, Operation.WRITE) for sink in self._sinks))
+            )
         else:
             self._life.fail(BrokerError(f"{what}: {error}. Nothing after it counts as done; it runs again."))
 
@@ -112,6 +116,8 @@ class Acknowledgements:
                     self._duplicates.done(delivery)
             if self._attempts:
                 self._attempts.forget_done(done)
+            if self.states is not None:
+                self.states.done(done)
             if self.versions is not None:
                 for delivery in done:
                     self.versions.done(delivery)

@@ -12,9 +12,10 @@ import asyncio
 from collections import deque
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keylane.engine.breaker_gate import BreakerOpenError
+from keylane.engine.lane_state import arguments_of
 from keylane.handlers.batches import as_table, read_results
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from keylane.handlers.payloads import Read
     from keylane.lanes.lane_table import LaneTable
     from keylane.message import Message
+
+
+class BatchWithStates(NamedTuple):
+    """The argument of a batch stage that takes states."""
+
+    items: Any
+    states: dict[str, list[Any]]
+    """By parameter, one for each message."""
 
 
 class _Failure:
@@ -112,8 +121,8 @@ class Batcher:
     waits. While ``limit`` batches run, a batch that is due keeps growing.
 
     ``call`` is the stage itself, with its time-out or thread. ``read`` converts a value for the list; with ``table``
-    the stage gets a table instead. ``gate`` counts messages, not batches: in an outage their attempts run out, however
-    few batches there are.
+    the stage gets a table instead. ``states`` are parameters that take states. ``gate`` counts messages, not
+    batches: in an outage their attempts run out, however few batches there are.
     """
 
     def __init__(
@@ -127,8 +136,10 @@ class Batcher:
         read: Read | None,
         table: bool,
         gate: BreakerGate | None,
+        states: Sequence[str] = (),
     ) -> None:
         self._stage = stage
+        self._states = states
         self._size, self._wait = batching.max_size, batching.max_wait
         self._call = call
         self._limit = inf if limit is None else limit
@@ -223,6 +234,11 @@ class Batcher:
         if not asked:
             return outcomes
         try:
+            if self._states:
+                of_each = [arguments_of(messages[p]) for p in asked]
+                given = BatchWithStates(
+                    given, {name: [one[name] for one in of_each] for name in self._states}
+                )
             results = read_results(self._stage, await self._call(given), len(asked))
         except (Exception, SystemExit) as error:
             # Without this frame, which holds on to the outcomes.

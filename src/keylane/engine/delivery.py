@@ -8,8 +8,9 @@ from keylane.message import Message
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
-    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
+    from keylane.engine.lane_state import MessageState
+    from keylane.engine.results import ResultRecord
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import RetryState
     from keylane.lanes.lane_table import Lane
@@ -151,12 +152,30 @@ class Delivery(Message):
         known = None if versions is None else versions.known(self)
         return super().version if known is None else known
 
+    def overtaken(self) -> None:
+        """Others of its lane run before it, although it has begun. Without states nothing depends on that."""
+
     def __call__(self, error: Any, _message: Any) -> None:
         """The producer's delivery report: this message's results are acknowledged, or failed."""
         if error is None:
             self.engine.acknowledged.append(self)
         else:
             self.engine.refused(self, error)
+
+
+class StatefulDelivery(Delivery):
+    """A message of an app whose stages take states."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, record: Record, engine: Engine) -> None:
+        super().__init__(record, engine)
+        self.state: MessageState | None = None
+
+    def overtaken(self) -> None:
+        """It begins again at its first stage: it has read states that are not the lane's any more."""
+        self.state = None
+        self.stage, self.decoded, self.value = 0, False, self.original
 
 
 class Routed(Delivery):
@@ -169,9 +188,25 @@ class Routed(Delivery):
         self.route: tuple[Step, ...] | None = None  # the handlers of its type, once that is known
         self.handler = 0  # the handler that runs next: a retry resumes there
         self.kind: str | None = None
-        self.results: list[Result] = []
+        self.results: list[ResultRecord] = []
 
     @property
     def type(self) -> str | None:
         """The type according to the app's ``event_type``; until that has run, the header ``event-type``."""
         return super().type if self.route is None else self.kind
+
+
+class StatefulRouted(Routed):
+    """A message of an app whose handlers take states."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, record: Record, engine: Engine) -> None:
+        super().__init__(record, engine)
+        self.state: MessageState | None = None
+
+    def overtaken(self) -> None:
+        """It begins again at its first handler: it has read states that are not the lane's any more."""
+        self.state = None
+        self.stage, self.decoded, self.value = 0, False, self.original
+        self.handler, self.route, self.results = 0, None, []

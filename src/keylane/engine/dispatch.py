@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keylane.engine.stages import Step, encode
+from keylane.engine.results import ResultMaker
+from keylane.engine.stages import Step
 from keylane.errors import Poison
 from keylane.message import EVENT_TYPE
 from keylane.outcome import Outcome
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from keylane.engine.delivery import Routed
+    from keylane.engine.results import ResultRecord
     from keylane.message import Message
     from keylane.spec import AppSpec
 
 DISPATCH = "(dispatch)"
 """Where a message failed that no handler was found for."""
-
-Result = tuple[bytes, str]
-"""A value, and the name of the handler that returned it; empty for the first of its type."""
 
 
 class Dispatcher:
@@ -32,6 +31,7 @@ class Dispatcher:
 
     def __init__(self, app: AppSpec, steps: Sequence[Step]) -> None:
         self._app = app
+        self._maker = ResultMaker(app)
         self._routes: dict[str, tuple[Step, ...]] = {}
         self._otherwise: tuple[Step, ...] | None = None
         for stage, step in zip(app.stages, steps, strict=True):
@@ -55,7 +55,7 @@ class Dispatcher:
             return self.step
         return delivery.route[min(delivery.handler, len(delivery.route) - 1)]
 
-    async def _call(self, message: Message) -> list[Result] | None:
+    async def _call(self, message: Message) -> list[ResultRecord] | None:
         """Run the message's handlers from the one it is at; what they returned."""
         delivery: Routed = message  # type: ignore[assignment]  # the engine passes its own objects
         route = delivery.route
@@ -66,7 +66,9 @@ class Dispatcher:
             step = route[delivery.handler]
             value = await step.call(delivery)
             if value is not None:
-                delivery.results.append((encode(value, step.name), step.name if delivery.handler else ""))
+                # The first handler's results have the app's name alone in their ids.
+                handler = step.name if delivery.handler else ""
+                delivery.results += self._maker.records(delivery, value, step.name, handler)
             delivery.handler += 1
             self._count_attempts(delivery)
         return delivery.results or None
@@ -108,8 +110,3 @@ def _reader(app: AppSpec) -> Callable[[Message], Any]:
         return named
     header = named or EVENT_TYPE
     return lambda msg: msg.header(header)
-
-
-def as_it_is(value: Any, _stage: str) -> Any:
-    """For the engine: results are encoded when their handler has returned them."""
-    return value

@@ -33,6 +33,8 @@ from keylane.engine.duplicates import Duplicates
 from keylane.engine.failure_handler import FailureHandler
 from keylane.engine.hooks import Hooks
 from keylane.engine.hot_keys import HotKeyDetector
+from keylane.engine.lane_batch_runner import LaneBatchRunner
+from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
 from keylane.engine.pipeline import pipeline_of
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.lane_state import ValueStore
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
@@ -90,7 +93,8 @@ class Engine:
     ``max_buffered``; ``used()`` how many are there or on their way.
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
-    epoch of the same task. ``source_id`` is Kafka's id of the source topic, if known.
+    epoch of the same task. ``values`` has the committed lane state, for an app with states, and ``record_limit`` is the
+    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class Engine:
         used: Callable[[], int] | None = None,
         store: VersionStore | None = None,
         duplicates: Duplicates | None = None,
+        values: ValueStore | None = None,
+        record_limit: int = 0,
         source_id: str = "",
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
@@ -164,7 +170,7 @@ class Engine:
             duplicates=self.duplicates,
             on_done=on_done,
             loop=loop,
-            sink=app.sink,
+            sinks=app.sinks,
         )
         self.acknowledged = self._acks.acknowledged  # the same list: the hot path of delivery reports
         self._lanes = LaneScheduler(
@@ -213,7 +219,13 @@ class Engine:
                 life=self.life,
             )
             self.stopped_lanes.on_redriven = self.versions.resume
-        self._runner = MessageRunner(
+        self.states: LaneStates | None = None
+        if app.states:
+            self.states = self._acks.states = LaneStates(
+                app, values or MemoryValues(), wall=wall, record_limit=record_limit
+            )
+        runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
+        self._runner = runner(
             app,
             pipeline=self._pipeline,
             table=self.table,
@@ -224,6 +236,7 @@ class Engine:
             stopped_lanes=self.stopped_lanes,
             duplicates=self.duplicates,
             versions=self.versions,
+            states=self.states,
             counters=self.counters,
             clock=self.clock,
             life=self.life,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.failure_handler import FailureHandler
+    from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.runner_pool import RunnerPool
@@ -44,6 +45,7 @@ class MessageRunner:
         stopped_lanes: StoppedLanes,
         duplicates: Duplicates,
         versions: Versions | None,
+        states: LaneStates | None,
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
@@ -59,6 +61,7 @@ class MessageRunner:
         self._stopped_lanes = stopped_lanes
         self._duplicates = duplicates
         self._versions = versions
+        self._states = states
         self._counters = counters
         self._clock = clock
         self._life = life
@@ -69,7 +72,7 @@ class MessageRunner:
         # The hot path: one function, with local names for what other parts own, to save calls for each message.
         table, pool, life, counters = self._table, self._pool, self._life, self._counters
         steps, decode, hand_over = self._pipeline.steps, self._pipeline.decode, self._pipeline.hand_over
-        encode, observer, wall = self._pipeline.encode, self._observer, self._clock.wall
+        deliver, observer, wall = self._pipeline.deliver, self._observer, self._clock.wall
         acknowledged, call_soon, settle = self._acks.acknowledged, self._loop.call_soon, self._acks.settle
         # Almost always empty.
         records, redrives, repeated = (
@@ -77,7 +80,7 @@ class MessageRunner:
             self._stopped_lanes.redriving,
             self._duplicates.waiting,
         )
-        versioned = self._versions is not None
+        versioned, states = self._versions is not None, self._states
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
         pool.scheduled = False
@@ -127,8 +130,10 @@ class MessageRunner:
                     if not acknowledged:
                         call_soon(settle)
                     acknowledged.append(delivery)
+                elif type(value) is bytes:
+                    hand_over(delivery, value)
                 else:
-                    hand_over(delivery, value if type(value) is bytes else encode(value, steps[-1].name))
+                    deliver(delivery, value)
             except SentAloneError:
                 self._acks.expect_answer()
                 lane = None
@@ -145,6 +150,8 @@ class MessageRunner:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.failure_state is not None:
                     self._failures.succeeded(delivery)
+                if states is not None:
+                    states.passed(delivery)
                 counters.passed += 1
                 if turns < RUN_MESSAGES_MAX:
                     lane = table.turn(lane)
@@ -173,6 +180,8 @@ class MessageRunner:
             self._failures.ended(delivery, delivery.outcome)
             if delivery.failure_state is not None:
                 self._failures.succeeded(delivery)
+            if self._states is not None:
+                self._states.passed(delivery)
             self._counters.passed += 1
             self._lanes.finish(lane, delivery)
         self._life.changed()

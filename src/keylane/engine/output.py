@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.dispatch import Result
+    from keylane.engine.results import ResultRecord
     from keylane.policies.failure_info import FailureInfo
 
 Then = Callable[[str | None], None]
@@ -27,14 +27,20 @@ class Output(Protocol):
     """Where results, dead letters and state records go. All calls hand over and return at once, in order."""
 
     def result(self, delivery: Delivery, value: bytes) -> None:
-        """Later ``delivery(None, …)`` is called when it is durable, or ``delivery(error, …)`` when it never will be.
+        """Write a result with the key, headers and timestamp of its message to the app's first sink.
+
+        Later ``delivery(None, …)`` is called when it is durable, or ``delivery(error, …)`` when it never will be.
 
         Raises :class:`keylane.Poison` when the sink can never take this value, and :class:`SentAloneError` when nothing
         of the lane may follow before the sink has answered.
         """
 
-    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """The results of a message's handlers, together: as :meth:`result`, reported when all of them are durable."""
+    def all_results(self, delivery: Delivery, records: Sequence[ResultRecord]) -> None:
+        """Write the results of a message, at least one, together and in order.
+
+        As :meth:`result`; reported when all of them are durable. If the sink can never take one of them, and that can
+        be told before, none is written.
+        """
 
     def letter(
         self,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keylane.engine.delivery import Delivery, Routed
-from keylane.engine.dispatch import Dispatcher, as_it_is
-from keylane.engine.stages import decoder, encode
+from keylane.engine.delivery import Delivery, Routed, StatefulDelivery, StatefulRouted
+from keylane.engine.dispatch import Dispatcher
+from keylane.engine.results import ResultMaker, is_several
+from keylane.engine.stages import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +29,10 @@ class Pipeline:
     """What each message passes; with handlers the dispatcher is the first, in place of them."""
     opened: tuple[Step, ...]
     """All stages and handlers, and the sink if it is a step."""
-    encode: Callable[[Any, str], Any]
-    hand_over: Callable[[Any, Any], None] | None
-    """Hands a message's result to the output. None: results are dropped."""
+    hand_over: Callable[[Any, bytes], None] | None
+    """Hands a message's result to the output if it is bytes: the hot path. None: results are dropped."""
+    deliver: Callable[[Any, Any], None]
+    """Hands everything else that the last step returned to the output."""
     dispatcher: Dispatcher | None
 
     def step_of(self, delivery: Delivery) -> Step:
@@ -50,16 +52,35 @@ class Pipeline:
 def pipeline_of(app: AppSpec, steps: Sequence[Step], output: Output) -> Pipeline:
     """The pipeline of an app with these opened steps."""
     handlers = Dispatcher(app, steps[: len(app.stages)]) if app.dispatches else None
-    hand_over: Callable[[Any, Any], None] | None = None
-    if app.sink is not None or app.commit == "epoch":
-        hand_over = output.result if handlers is None else output.handled
+    written = app.sink is not None or app.commit == "epoch"
     return Pipeline(
-        delivery=Delivery if handlers is None else Routed,
+        delivery=_delivery_class(routed=handlers is not None, stateful=bool(app.states)),
         decode=decoder(app),
         # Behind the dispatcher there is only the sink, if it is a step.
         steps=tuple(steps) if handlers is None else (handlers.step, *steps[len(app.stages) :]),
         opened=tuple(steps),
-        encode=encode if handlers is None else as_it_is,
-        hand_over=hand_over,
+        hand_over=output.result if written else None,
+        deliver=output.all_results if handlers is not None else _delivering(app, output),
         dispatcher=handlers,
     )
+
+
+def _delivery_class(*, routed: bool, stateful: bool) -> type[Delivery]:
+    if stateful:
+        return StatefulRouted if routed else StatefulDelivery
+    return Routed if routed else Delivery
+
+
+def _delivering(app: AppSpec, output: Output) -> Callable[[Delivery, Any], None]:
+    """Hands over what the last stage of a message returned: one value, a Result, or several."""
+    maker, stage = ResultMaker(app), app.stages[-1].name if app.stages else ""
+
+    def deliver(delivery: Delivery, returned: Any) -> None:
+        if not is_several(returned) and (value := maker.encode(returned, stage)) is not None:
+            output.result(delivery, value)
+        elif records := maker.records(delivery, returned, stage):
+            output.all_results(delivery, records)
+        else:  # a generator that yielded nothing
+            delivery.engine.acknowledge(delivery)
+
+    return deliver

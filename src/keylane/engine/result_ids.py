@@ -16,9 +16,14 @@ RESULT_ID_BYTES_MAX = 256
 """Bytes of a result's event id, unless its app's and handler's names are longer."""
 
 
-def result_id_prefix(app: str, handler: str = "") -> bytes:
-    """What the event ids of an app's results begin with; ``handler``: of several results of a message, whose it is."""
-    return f"{app}:{handler}/".encode() if handler else f"{app}/".encode()
+def result_id_prefix(app: str, handler: str = "", index: int = 0) -> bytes:
+    """What the event ids of an app's results begin with.
+
+    ``handler``: of several handlers of a message, whose result it is; ``index``: of several results, which one. The
+    first has no index. No app's name contains a colon, a plus sign or a slash, so the prefixes of an app differ.
+    """
+    named = f"{app}:{handler}" if handler else app
+    return f"{named}+{index}/".encode() if index else f"{named}/".encode()
 
 
 def result_headers(delivery: Delivery, prefix: bytes) -> Headers:

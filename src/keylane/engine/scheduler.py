@@ -72,6 +72,9 @@ class LaneScheduler:
 
     def insert(self, key: bytes | None, deliveries: Sequence[Delivery]) -> bool:
         """Insert these before everything in the lane that has not begun; True if the lane was stopped: it resumes."""
+        before = None if key is None else self._table.lanes.get(key)
+        if before is not None and before.state is LaneState.STOPPED and before.head is not None:
+            before.head.overtaken()
         lane = self._table.insert(key, deliveries)
         stopped = lane.state is LaneState.STOPPED
         if stopped:

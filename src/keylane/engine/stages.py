@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
-from keylane.engine.result_ids import result_headers, result_id_prefix
-from keylane.errors import Poison, ResourceError
-from keylane.handlers.encoding import as_bytes
+from keylane.engine.lane_batch_stage import LaneBatchStage
+from keylane.engine.lane_state import StatefulCall, arguments_of
+from keylane.engine.results import ResultMaker
+from keylane.errors import ResourceError
+from keylane.handlers.generators import gathered, with_entries_gathered
 from keylane.handlers.middleware import wrapped
 from keylane.message import with_origin
 from keylane.policies.classify import FailureKind, classify
@@ -54,6 +56,8 @@ class Step:
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
     batcher: Batcher | None = None
     """Of a batch stage: it brings messages together."""
+    lane_batch: LaneBatchStage | None = None
+    """Of a batch stage for the messages of one lane."""
 
 
 @asynccontextmanager
@@ -123,27 +127,25 @@ def _sink_step(app: AppSpec, sink: Sink) -> Step:
 
     Its message is at this stage when it is tried again, so the stages before do not run again.
     """
-    last = app.stages[-1].name
+    last, maker = app.stages[-1].name, ResultMaker(app)
 
     async def write(message: Message) -> None:
         value = message.value
         if value is None:
             return
-        given = value if app.dispatches else [(encode(value, last), "")]
-        results = []
-        for content, handler in given:
-            headers = result_headers(cast("Delivery", message), result_id_prefix(app.name, handler))
-            event_id = (headers[-1][1] or b"").decode(errors="replace")
-            results.append(
-                SinkResult(
-                    key=message.key,
-                    value=content,
-                    headers=with_origin(message, headers) if app.origin_time else headers,
-                    event_id=event_id,
-                    timestamp=message.timestamp,
-                )
+        records = value if app.dispatches else maker.records(cast("Delivery", message), value, last)
+        results = [
+            SinkResult(
+                key=record.key,
+                value=record.value,
+                headers=with_origin(message, record.headers) if app.origin_time else record.headers,
+                event_id=(record.headers[-1][1] or b"").decode(errors="replace"),
+                timestamp=record.timestamp,
             )
-        await sink.write(results)
+            for record in records
+        ]
+        if results:
+            await sink.write(results)
 
     return Step(
         name=SINK_STAGE,
@@ -159,12 +161,21 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     function = stage.function
     threads: set[int] = set()
     rules = tuple(rule for rule in (stage.classify, app.classify) if rule is not None)
-    gate = batcher = None
+    gate = batcher = lane_batch = None
     read = None if stage.takes.payload is None else stage.takes.payload.reader()
     if stage.resources:
         function = functools.partial(function, **{name: opened[name] for name in stage.resources})
-    if read is not None and stage.batching is None:
+    if stage.batching is not None:
+        if stage.takes.states:
+            function = _batch_with_states(function)
+    elif stage.takes.states:
+        function = _with_states(function, read, stage.takes.message)
+    elif read is not None:
         function = _typed(function, read, stage.takes.message)
+    if stage.yields:
+        function = gathered(function)
+    elif stage.batching is not None:
+        function = with_entries_gathered(function, is_async=stage.is_async)
     if not stage.is_async:
         function = _threaded(stage, function, threads, stack, in_context=bool(app.middleware))
     elif stage.timeout is not None:
@@ -176,7 +187,18 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             loop=asyncio.get_running_loop(),
             transient=lambda error: classify(error, rules).failure is FailureKind.TRANSIENT,
         )
-    if stage.batching is not None:
+    if stage.batching is not None and stage.batching.of_lane:
+        lane_batch = LaneBatchStage(
+            stage.name,
+            function,
+            max_size=stage.batching.max_size,
+            limit=stage.max_concurrency if stage.is_async else stage.max_concurrency or STAGE_THREADS_MAX,
+            retry_share=app.retry_share,
+            read=read,
+            table=stage.takes.table,
+            gate=gate,
+        )
+    elif stage.batching is not None:
         batcher = Batcher(
             stage.name,
             stage.batching,
@@ -186,6 +208,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             read=read,
             table=stage.takes.table,
             gate=gate,
+            states=[taken.parameter for taken in stage.takes.states],
         )
         function = _inside_gate(wrapped(batcher.call, app.middleware, stage.name), app, gate)
     else:
@@ -197,6 +220,8 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         if stage.is_async and stage.max_concurrency is not None:
             # Around the gate: who waits here has not been let in yet.
             function = _limited(function, stage.max_concurrency, app.retry_share)
+    if stage.takes.states:
+        function = StatefulCall(function, stage.takes.states)
     return Step(
         name=stage.name,
         call=function,
@@ -205,6 +230,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         gate=gate,
         threads=threads,
         batcher=batcher,
+        lane_batch=lane_batch,
     )
 
 
@@ -231,6 +257,24 @@ def _typed(function: Callable[..., Any], read: Read, message_name: str | None) -
         return function(payload) if message_name is None else function(payload, **{message_name: message})
 
     return call
+
+
+def _with_states(
+    function: Callable[..., Any], read: Read | None, message_name: str | None
+) -> Callable[[Message], Any]:
+    """The stage with its states; with its payload if it takes one, and the message by name if it asks for it."""
+
+    def call(message: Message) -> Any:
+        given = message if read is None else read(message.value)
+        named = {} if message_name is None else {message_name: message}
+        return function(given, **arguments_of(message), **named)
+
+    return call
+
+
+def _batch_with_states(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The batch stage with lists of states, one for each message, in the messages' order."""
+    return lambda given: function(given.items, **given.states)
 
 
 def _threaded(
@@ -325,15 +369,3 @@ def decoder(app: AppSpec) -> Callable[[bytes], Any] | None:
     if app.decode == "text":
         return bytes.decode
     return app.decode
-
-
-def encode(value: Any, stage: str) -> bytes:
-    """A stage's result as bytes: see :mod:`keylane.handlers.encoding`. Raises :class:`Poison` naming the stage."""
-    if isinstance(value, bytes):  # the hot path
-        return value
-    try:
-        return as_bytes(value)
-    except (TypeError, ValueError) as error:
-        raise Poison(
-            f"stage {stage!r} returned a {type(value).__name__} that is neither bytes, nor text, nor JSON: {error}"
-        ) from error

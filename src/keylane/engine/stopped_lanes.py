@@ -241,7 +241,11 @@ class StoppedLanes:
             redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
             if problem is None or redriven:
                 if problem is not None:  # the letter it came from still exists and stays as it is
-                    log.error("%s failed again and has no new letter: %s", delivery.position, problem)
+                    log.error(
+                        "%s failed again, and its new dead letter could not be written: %s",
+                        delivery.position,
+                        problem,
+                    )
                     delivery.outcome = Outcome.PARKED
                 self._lanes.finish(lane, delivery)
             else:

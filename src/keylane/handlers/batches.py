@@ -41,6 +41,8 @@ class Batching:
     """Messages in a batch, at most."""
     max_wait: float
     """Seconds that the first message waits for others, at most."""
+    of_lane: bool = False
+    """A batch has consecutive messages of one lane, not one message of each of several."""
 
 
 def as_table(messages: Sequence[Message]) -> tuple[pa.Table | None, dict[int, Exception]]:

@@ -19,6 +19,8 @@ from pathlib import PurePath
 from typing import Any
 from uuid import UUID
 
+from keylane.result import Result
+
 _JSON = (dict, list, tuple, str, bytes, bytearray, int, float)
 _SEARCH_LEVELS_MAX = 50
 """Levels searched for the field that cannot be encoded."""
@@ -32,6 +34,11 @@ def as_bytes(value: Any) -> bytes:
         return value.encode()
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
+    return as_json(value)
+
+
+def as_json(value: Any) -> bytes:
+    """Any value as JSON, text too. Raises TypeError or ValueError naming type and field; bytes are not JSON."""
     try:
         return _dump(value).encode()
     except (TypeError, ValueError) as error:
@@ -74,6 +81,8 @@ def _fields_of_type(kind: type) -> bool:
 
 def _plain(value: Any) -> Any:
     """A JSON value for an object that the JSON encoder does not know. Raises TypeError or ValueError."""
+    if isinstance(value, Result):
+        raise TypeError("a Result is a result of its own: return or yield it, not inside of a value")
     if isinstance(value, type):
         raise TypeError(f"{_name(value)} is a class, not a value")
     if hasattr(type(value), "__pydantic_serializer__"):
@@ -108,6 +117,8 @@ def _explained(value: Any, error: Exception) -> str:
         what = f"{leaf!r} is not JSON"
     elif isinstance(leaf, dict):
         what = "its keys are not text"
+    elif isinstance(leaf, Result):
+        what = "a Result is a result of its own: return or yield it, not inside of a value"
     elif isinstance(leaf, type):
         what = f"{_name(leaf)} is a class, not a value"
     return f"field {path!r}: {what}" if path else what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Collection, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.errors import SettingsError
 from keylane.handlers.payloads import Payload
+from keylane.handlers.state import StateParameter, StateSpec, state_annotation
 from keylane.message import Message
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Signature:
     """For a batch stage: True if it takes an Arrow table, not a list of messages or payloads."""
     returns: Any = None
     """The annotation of its result; None if unknown."""
+    states: tuple[StateParameter, ...] = ()
+    """Parameters that take a state of the message's lane."""
 
 
 def read_signature(function: Callable[..., Any], where: str) -> Signature:
@@ -46,6 +50,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
     if first.kind is first.KEYWORD_ONLY:
         raise SettingsError(f"{where}: {first.name!r} is keyword-only; the message comes by position")
     names = _names_around()
+    states, rest = _states_of(function, rest, names, where)
     annotation = _annotation(function, first, names)
     payload = Payload.of(annotation)
     if payload is None:
@@ -58,6 +63,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
             message=None,
             misplaced=misplaced,
             returns=_returns(function, names),
+            states=states,
         )
     payload = payload.prepared(where, names)
     asks = [p.name for p in rest if _asks_for_message(function, p, names)]
@@ -71,6 +77,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
         payload=payload,
         message=asks[0] if asks else None,
         returns=_returns(function, names),
+        states=states,
     )
 
 
@@ -83,20 +90,23 @@ def read_batch_signature(function: Callable[..., Any], where: str) -> Signature:
     if first.kind is first.KEYWORD_ONLY:
         raise SettingsError(f"{where}: {first.name!r} is keyword-only; the messages come by position")
     names = _names_around()
+    states, rest = _states_of(function, rest, names, where, listed=True)
     annotation = _annotation(function, first, names)
     resources = _by_name(rest, where)
     if _is_table(annotation):
-        return Signature(resources=resources, payload=None, message=None, table=True)
+        return Signature(resources=resources, payload=None, message=None, table=True, states=states)
     item = _item_of(annotation)
     payload = Payload.of(item)
     if payload is not None:
-        return Signature(resources=resources, payload=payload.prepared(where, names), message=None)
+        return Signature(
+            resources=resources, payload=payload.prepared(where, names), message=None, states=states
+        )
     if item is None or not _is_message(item):
         raise SettingsError(
             f"{where}: {first.name!r} is annotated with {_shown(annotation)!r}; a batch stage takes list[Message], a "
             "list of payloads (a dataclass, a msgspec.Struct or a pydantic model), or a pyarrow.Table"
         )
-    return Signature(resources=resources, payload=None, message=None)
+    return Signature(resources=resources, payload=None, message=None, states=states)
 
 
 def needs_of(function: Callable[..., Any], where: str) -> tuple[str, ...]:
@@ -122,6 +132,48 @@ def _by_name(parameters: list[inspect.Parameter], where: str) -> tuple[str, ...]
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise SettingsError(f"{where}: {parameter.name!r} is positional-only; resources come by name")
     return tuple(parameter.name for parameter in parameters)
+
+
+def _states_of(
+    function: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+    names: Mapping[str, Any],
+    where: str,
+    *,
+    listed: bool = False,
+) -> tuple[tuple[StateParameter, ...], list[inspect.Parameter]]:
+    """The parameters that take a state, and the others. ``listed``: a batch stage takes a list for its messages."""
+    states, others = [], []
+    for parameter in parameters:
+        annotation = _annotation(function, parameter, names)
+        if isinstance(annotation, str) and re.match(r"(list\[)?(\w+\.)?State\[", annotation):
+            raise SettingsError(f"{where}: {_no_sense(parameter.name, annotation)}")
+        found = state_annotation(annotation)
+        inner = (
+            None
+            if typing.get_origin(annotation) is not list
+            else state_annotation(typing.get_args(annotation)[0])
+        )
+        if found is None and inner is None:
+            others.append(parameter)
+            continue
+        if listed is (inner is None):
+            expected = "list[State[…]], one for each message" if listed else "State[…]"
+            raise SettingsError(f"{where}: {parameter.name!r} must be annotated with {expected}")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise SettingsError(f"{where}: {parameter.name!r} is positional-only; states come by name")
+        kind, name = found or inner or (Any, None)
+        spec = StateSpec(name=name or parameter.name)
+        spec.check(f"{where}, state {spec.name!r}")
+        states.append(
+            StateParameter(
+                parameter=parameter.name,
+                state=spec.name,
+                annotation=kind,
+                spec=spec.typed(kind, where, names),
+            )
+        )
+    return tuple(states), others
 
 
 def _names_around() -> Mapping[str, Any]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from confluent_kafka import Consumer
+    from confluent_kafka.admin import ClusterMetadata  # type: ignore[attr-defined]
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.offsets.metadata import Committed
@@ -60,6 +61,8 @@ TELEMETRY_CONFIG = {"retention.ms": "86400000", "segment.ms": "3600000", "segmen
 DEAD_LETTER_ROOM_BYTES = 65_536
 """By how much a dead letter may be larger than its message: the failure's context."""
 
+_NAMES_SECONDS = 1.0
+"""Time without an answer after which the names of the hosts are checked."""
 _COMMITTED_SECONDS = 1.0
 """Time for which a query for committed offsets waits for a transaction that is about to change them."""
 _LIST_OFFSETS_SECONDS = 3.0
@@ -69,6 +72,8 @@ _WARN_EVERY_SECONDS = 10.0
 _MOVING_CODES = (
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.FENCED_LEADER_EPOCH,  # this client's metadata is older than the leader
+    ClientError.UNKNOWN_LEADER_EPOCH,
     ClientError.UNKNOWN_TOPIC_OR_PART,  # a new topic that not every broker knows yet
     ClientError.NOT_COORDINATOR,
     ClientError.COORDINATOR_NOT_AVAILABLE,
@@ -141,9 +146,9 @@ class AppTopics:
     partitions: int
     """Of the source."""
     sink_limit: int
-    """The sink's ``max.message.bytes``; 0 without a sink."""
+    """The first sink's ``max.message.bytes``; 0 without a sink."""
     sink_stamps: bool
-    """Whether the sink replaces the timestamps of records with its own."""
+    """Whether the first sink replaces the timestamps of records with its own."""
 
 
 def _topic_id(described: Future[Any]) -> str:
@@ -167,7 +172,10 @@ def _rules(described: Future[Any]) -> TopicRules:
         for name in ("message.timestamp.before.max.ms", "message.timestamp.after.max.ms")
     )
     return TopicRules(
-        limit=int(found["max.message.bytes"].value), max_age_ms=max_age_ms, max_ahead_ms=max_ahead_ms
+        limit=int(found["max.message.bytes"].value),
+        max_age_ms=max_age_ms,
+        max_ahead_ms=max_ahead_ms,
+        stamps=overwrites,
     )
 
 
@@ -183,12 +191,24 @@ class Cluster:
     def topics(self) -> dict[str, int]:
         """The topics and their numbers of partitions."""
         try:
-            found = self._admin.list_topics(timeout=REQUEST_SECONDS)
+            found = self._list_topics()
         except KafkaException as error:
             self._admin.poll(0)  # serves error_cb, which explain_no_answer() needs
             raise self._settings.no_answer(REQUEST_SECONDS, error.args[0].str()) from error
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
+
+    def _list_topics(self) -> ClusterMetadata:
+        """Ask for the topics. Raises BrokerError after a second when none of the hosts is known to the DNS."""
+        try:
+            return self._admin.list_topics(timeout=min(_NAMES_SECONDS, REQUEST_SECONDS))
+        except KafkaException:
+            if unknown := self._settings.unknown_hosts():
+                raise BrokerError(
+                    f"no Kafka broker at {self._settings.bootstrap}: {unknown}. "
+                    "Check the address and this machine's DNS"
+                ) from None
+        return self._admin.list_topics(timeout=REQUEST_SECONDS)
 
     def partitions(
         self,
@@ -196,12 +216,13 @@ class Cluster:
         what: str = "topic",
         *,
         known: Mapping[str, int] | None = None,
+        remedy: str = "Create it, or correct its name",
         operation: Operation = Operation.READ,
     ) -> int:
         """The topic's number of partitions. Raises BrokerError if it does not exist.
 
-        ``what`` begins the message. ``known``: the result of a recent :meth:`topics`, to save a request.
-        ``operation``: what the caller does with the topic; the error of a hidden topic names it.
+        ``what`` begins the message, and ``remedy`` ends it. ``known``: the result of a recent :meth:`topics`, to save
+        a request. ``operation``: what the caller does with the topic; the error of a hidden topic names it.
         """
         topics = self.topics() if known is None else known
         if topic not in topics:
@@ -214,7 +235,7 @@ class Cluster:
             existing = f"; existing topics: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
             raise BrokerError(
                 f"{what} {topic!r} does not exist at {self._settings.bootstrap}"
-                f"{existing if names else '; there are no topics'}. Create it, or correct its name"
+                f"{existing if names else '; there are no topics'}. {remedy}"
             )
         return topics[topic]
 
@@ -250,11 +271,12 @@ class Cluster:
         return AppIdentity(source=of_source, dlq=of_dlq)
 
     def prepare(self, app: AppSpec) -> AppTopics:
-        """Check that the source and the sink exist, and create the app's own topics."""
+        """Check that the source and the sinks exist, and create the app's own topics."""
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
+        for sink in app.sinks:
+            self.partitions(sink, f"a sink of app {app.name!r}, topic", operation=Operation.WRITE)
         if app.sink is not None:
-            self.partitions(app.sink, f"the sink of app {app.name!r}, topic", operation=Operation.WRITE)
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
         if app.telemetry is not None:
@@ -265,6 +287,9 @@ class Cluster:
         limit = max(int(STATE_CONFIG["max.message.bytes"]), int(source_limit) + STATE_ROOM_BYTES)
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {"max.message.bytes": str(limit)})
+        # It keeps its number of partitions too: the planner adds partitions before those of the state topic.
+        if app.states and app.lane_state not in self.topics():
+            self.ensure(app.lane_state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
         # An existing state topic keeps its number of partitions here: the planner adopts new ones.
         if app.state not in self.topics():
             # The last segment is not compacted, and a task reads all of it, so segments are small.

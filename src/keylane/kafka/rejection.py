@@ -46,6 +46,8 @@ class TopicRules:
     """``message.timestamp.before.max.ms``: how far a record's timestamp may be in the past."""
     max_ahead_ms: float = inf
     """``message.timestamp.after.max.ms``: how far it may be in the future."""
+    stamps: bool = False
+    """Whether the topic replaces the timestamps of records with its own."""
 
     @property
     def record_limit(self) -> int:

@@ -43,6 +43,8 @@ _HARMLESS = (
     ("GETPID", "Not coordinator"),  # the coordinator has just moved
     ("GETPID", "Coordinator load in progress"),  # the broker was just started; the client asks again
     ("BGQUEUE", "Purging"),  # unread events when a client closes
+    ("METADATAUPDATE", "not found in cache"),  # follows a lost connection, which has a line of its own
+    ("ADDOFFSETS", "Timed out"),  # an aborted commit, which the app retries and logs
     ("CONFWARN", "enable.gapless.guarantee is experimental"),
     ("CONFWARN", "is a consumer property"),  # kafka.* settings are for all clients
     ("CONFWARN", "is a producer property"),
@@ -298,6 +300,11 @@ class KafkaSettings:
             f"{self.explain_no_answer()}"
         )
 
+    def unknown_hosts(self) -> str:
+        """The reason when the names of all hosts are unknown; empty if one is known, or if that is not certain."""
+        reasons = [_unknown(address) for address in self.bootstrap.split(",")]
+        return "; ".join(reasons) if all(reasons) else ""
+
     def _on_error(self, error: ClientError) -> None:
         """Keep the reason of a refused connection. Called while a client is polled."""
         text = error.str()
@@ -341,6 +348,17 @@ def _accepts_connections(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _unknown(address: str) -> str:
+    """Why the address's host has no network address; empty if it has, or if the DNS does not answer now."""
+    host = address.strip().rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:
+        temporary = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+        return "" if temporary else f"the host name {host!r} is not known"
+    return ""
 
 
 def client_settings(bootstrap: str, given: Mapping[str, str]) -> KafkaSettings:

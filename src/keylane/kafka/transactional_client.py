@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, TopicCollection
+from confluent_kafka import KafkaException, TopicCollection, TopicPartition
 
 from keylane.denial import TOPIC_DENIED, broker_error, is_denied
 from keylane.errors import AbortedError, BrokerError, FencedError
@@ -18,9 +18,7 @@ from keylane.kafka.settings import outage
 from keylane.rights import ResourceKind, on_transactional_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from confluent_kafka import TopicPartition
+    from collections.abc import Callable, Iterable, Sequence
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.rights import Right
@@ -103,6 +101,40 @@ def discard(producer: Any, *, abort: bool = False) -> threading.Thread:
     thread = threading.Thread(target=drain, name="keylane-discard", daemon=True)
     thread.start()
     return thread
+
+
+def fence(settings: KafkaSettings, transactional_id: str) -> None:
+    """Take the transactional id from its holder; the broker aborts its open transaction. Blocks. Raises BrokerError."""
+    discard(transactional_producer(settings, transactional_id))
+
+
+def end_hanging_transaction(
+    settings: KafkaSettings,
+    transactional_id: str,
+    places: Iterable[tuple[str, int]],
+    group: Any,
+    known_topic: str,
+) -> None:
+    """End a transaction of this id that is open in these partitions, but which the broker's coordinator has forgotten.
+
+    The coordinator writes markers only where it knows of a transaction. So this aborts another transaction of the same
+    producer in each of these partitions and in the group's offsets, and its markers end both. The holder of the id is
+    fenced. ``known_topic``: any topic that the group may read. Blocks. Raises BrokerError.
+    """
+    producer = transactional_producer(settings, transactional_id)
+    try:
+        producer.begin_transaction()
+        for topic, partition in places:
+            producer.produce(topic, None, b"aborted", partition=partition)
+        producer.flush(REQUEST_SECONDS)
+        producer.send_offsets_to_transaction([TopicPartition(known_topic, 0, 0)], group, REQUEST_SECONDS)
+        producer.abort_transaction(REQUEST_SECONDS)
+    except KafkaException as error:
+        raise BrokerError(
+            f"a transaction of {transactional_id!r} could not be aborted: {error.args[0].str()}"
+        ) from error
+    finally:
+        discard(producer)
 
 
 class TransactionalClient:

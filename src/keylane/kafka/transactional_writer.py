@@ -40,6 +40,15 @@ _RECORD_OVERHEAD_BYTES = 2_000
 """Bytes of a large record besides its text: key, labels, batch."""
 _ANY_PARTITION = -1
 
+PlacedRecord = tuple[
+    str,
+    "bytes | None",
+    "bytes | None",
+    int,
+    "Sequence[tuple[str, bytes | None]]",
+    "Callable[[Any, Any], None] | None",
+]
+"""Topic, value, key, partition (-1: by the key), headers and delivery report of a record."""
 StateRecord = tuple[int, bytes, bytes | None]
 """Partition, key and value of a record of the state topic."""
 
@@ -80,7 +89,9 @@ class TransactionalWriter:
         self.fail: Callable[[BaseException], None] = lambda _error: None
         self.limit = limit
         self.limits: Mapping[str, int] = {}
-        """``max.message.bytes`` of other topics, where it is known."""
+        """By topic of its records: ``max.message.bytes``, 0 if unknown."""
+        self.source = ""
+        """The topic whose offsets it commits."""
         self._topic = topic
         self._labels = labels
         self._exact = exact
@@ -208,11 +219,11 @@ class TransactionalWriter:
         self,
         offsets: Sequence[TopicPartition] = (),
         state_records: Iterable[StateRecord] = (),
-        records: Iterable[tuple[str, bytes | None, bytes | None]] = (),
+        records: Iterable[PlacedRecord] = (),
     ) -> None:
         """Commit what was put together with these offsets and records. Only inside :meth:`exclusive`.
 
-        ``records``: topic, value and key of records of other topics. Records that their topic never takes are left
+        ``records``: records of other topics. Records that their topic never takes are left
         out, or no transaction could be committed any more. Raises as :meth:`commit` does. After an abort the
         records that were put are in the next transaction, the arguments are not: the caller collects them again. The
         caller must not be cancelled unless the loop ends.
@@ -249,12 +260,10 @@ class TransactionalWriter:
             if _too_large(self._topic, self.limit, name, value, labels) is None:
                 yield (self._topic, value, name, partition, self._on_delivery, None, 0, labels)
 
-    def _other_records(
-        self, records: Iterable[tuple[str, bytes | None, bytes | None]]
-    ) -> Iterator[ProduceArgs]:
-        for topic, value, key in records:
+    def _other_records(self, records: Iterable[PlacedRecord]) -> Iterator[ProduceArgs]:
+        for topic, value, key, partition, headers, report in records:
             if _too_large(topic, self.limits.get(topic, 0), key, value, None) is None:
-                yield (topic, value, key, _ANY_PARTITION, None, None, 0, [])
+                yield (topic, value, key, partition, report, None, 0, list(headers))
 
     def _requeue(self, sent: list[ProduceArgs], callbacks: list[tuple[bytes, Then]]) -> None:
         """Put the records of an aborted transaction into the next one, except those that the broker rejected."""

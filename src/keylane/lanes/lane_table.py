@@ -174,6 +174,7 @@ class LaneTable(Generic[E]):
         self._halted: dict[Lane[E], None] = {}  # lanes of these that may not be moving
         self._queue: deque[Lane[E]] = deque()  # RETURNING, and there is no room yet
         self._far = 0  # lanes with evicted entries
+        self._batched: dict[Lane[E], E] = {}  # the last entry of each batch of one lane that runs
 
     def arrive(self, key: Hashable, entry: E, now: float = 0.0) -> None:
         """Queue an entry at the end of its key's lane. ``None`` as the key: no order, a lane of its own."""
@@ -262,6 +263,19 @@ class LaneTable(Generic[E]):
         following = ready.popleft()
         following.state = _RUNNING
         return following
+
+    def begin_batch(self, lane: Lane[E], last: E) -> None:
+        """The entries from the head to ``last`` run together: none is inserted between them, and none is evicted."""
+        self._batched[lane] = last
+
+    def advance(self, lane: Lane[E]) -> None:
+        """The head of a running batch has passed; the next entry is the head, and runs already."""
+        self.unsettled += 1
+        lane.head = lane.head.next  # type: ignore[union-attr]  # as in turn()
+
+    def end_batch(self, lane: Lane[E]) -> None:
+        """What is behind the head does not run any more."""
+        self._batched.pop(lane, None)
 
     def retry(self, lane: Lane[E], due: float, now: float = 0.0) -> None:
         """The head failed: nothing in the lane runs until ``due``."""
@@ -361,9 +375,10 @@ class LaneTable(Generic[E]):
                 before.next = first
             lane.head = first
         else:
-            last.next = lane.head.next
-            lane.head.next = first
-            if lane.tail is lane.head:
+            running = self._batched.get(lane, lane.head)
+            last.next = running.next
+            running.next = first
+            if lane.tail is running:
                 lane.tail = last
         for entry in entries:
             entry.lane = lane
@@ -537,7 +552,7 @@ class LaneTable(Generic[E]):
 
     def _trim(self, lane: Lane[E], keep: int) -> None:
         """Keep ``keep`` entries behind the head, and only the offsets of the rest."""
-        last: E = lane.head  # type: ignore[assignment]  # a stuck lane has a head
+        last: E = self._batched.get(lane, lane.head)  # type: ignore[assignment]  # a stuck lane has a head
         came_back = lane in self._back  # evicted before: may be evicted again, even at the limit
         self._give_up(lane)
         for _ in range(keep):

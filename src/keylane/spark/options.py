@@ -11,6 +11,7 @@ from keylane import strict_json as wire
 from keylane.errors import SettingsError
 from keylane.kafka.settings import BOOTSTRAP, client_settings, find_bootstrap
 from keylane.logs import FORMATS
+from keylane.offsets.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ _KNOWN = (
     "epoch",
     "keepAlive",
     "tasks",
+    "shard",
     "outcomes",
     "checkpointLocation",
     "queryName",
@@ -47,10 +49,12 @@ class Options:
     ``keepAlive``          seconds that lanes keep running without a Spark task, between two epochs or after the driver
                            died; then they drain and are released; 10. 0: every epoch ends with a drain
     ``tasks``              largest number of tasks; by default Spark's slots
+    ``shard``              the run's share of the partitions, such as ``"3/8"``, the third of eight; all of them
+                           when not given
     ``outcomes``           outcome rows: ``"all"``, ``"failed"`` (retried, or with a dead letter), ``"none"``;
                            all, but only failed ones for the sink ``noop``, where nothing reads them
-    ``checkpointLocation`` Spark's checkpoint; a temporary one when not given
-    ``queryName``          the query's name in Spark; the app's name
+    ``checkpointLocation`` Spark's checkpoint; a temporary one when not given. A shard uses a folder of its own in it
+    ``queryName``          the query's name in Spark; the app's name, and the shard
     ``availableNow``       process what the source holds now, then end
     ``format``, ``path``   the query's sink for outcome rows, as of ``writeStream``; ``"noop"``: they go nowhere
     ``logFormat``          how tasks write their logs: ``"text"`` or ``"json"``, a line for every event
@@ -63,6 +67,7 @@ class Options:
     epoch: float = 300.0
     keep_alive: float = 10.0
     tasks: int | None = None
+    shard: Shard = WHOLE
     outcomes: str = "all"
     checkpoint: str | None = None
     name: str | None = None
@@ -92,6 +97,7 @@ class Options:
             tasks=None
             if given.get("tasks") in (None, "auto")
             else int(_number("tasks", given["tasks"], whole=True)),
+            shard=_shard(given.get("shard")),
             outcomes=_choice(
                 "outcomes",
                 given.get("outcomes", "failed" if given.get("format", "noop") == "noop" else "all"),
@@ -116,6 +122,15 @@ def _number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -
         needed = "whole number of at least 1" if whole else "number from 0 on" if zero else "number above 0"
         raise SettingsError(f"option {name} must be a {needed}, got {value!r}")
     return number
+
+
+def _shard(value: Any) -> Shard:
+    if value is None:
+        return WHOLE
+    try:
+        return Shard.parse(str(value))
+    except ValueError as error:
+        raise SettingsError(f"option shard: {error}") from None
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:

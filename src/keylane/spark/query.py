@@ -55,7 +55,7 @@ class LaneQuery(StreamingQuery):
     def _drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         partitions = Cluster(self._plan.settings).partitions(self._app.state)  # the topic may have grown
-        order_stop(self._plan.settings, self._app.state, partitions, self._plan.run)
+        order_stop(self._plan.settings, self._app.state, partitions, self._plan.run, shard=self._plan.shard)
         # The epoch that ran when the stop request was written is reported next, or the one after it if the report of
         # its predecessor was still on its way. Epochs that start after the request end at once.
         last = self._batch() + 2
@@ -91,13 +91,15 @@ def start(app: AppSpec, spark: SparkSession, *, package: AppPackage | None = Non
             )
         given = {"outcomes": "all", **given}
     options, plan = _plan(app, spark, package, given)
+    default = app.name if plan.shard.whole else f"{app.name} {plan.shard}"
     writer = (
-        observed(_read(spark, plan)).writeStream.format(options.format).queryName(options.name or app.name)
+        observed(_read(spark, plan)).writeStream.format(options.format).queryName(options.name or default)
     )
     if options.path:
         writer = writer.option("path", options.path)
     if options.checkpoint:
-        writer = writer.option("checkpointLocation", options.checkpoint)
+        own = "" if plan.shard.whole else f"/shard-{plan.shard.number}-of-{plan.shard.count}"
+        writer = writer.option("checkpointLocation", str(options.checkpoint).rstrip("/") + own)
     if options.available_now:
         writer = writer.trigger(availableNow=True)
     query = LaneQuery(writer.start(), app, plan)
@@ -123,12 +125,25 @@ def _plan(
 ) -> tuple[Options, RunPlan]:
     app.check()
     options = Options.parse(given, app.source)
+    shard = options.shard
+    if not shard.whole and app.order.max_tasks is not None:
+        raise SettingsError(
+            f"order={app.order.name!r} has lanes over all partitions, so app {app.name!r} cannot run in shards: leave "
+            f"out shard={shard}"
+        )
     refuse_speculation(spark)
     use_this_python(spark)
     cluster = Cluster(options.settings)
     topics = cluster.prepare(app)
     run = uuid.uuid4().hex
-    since = take_over(options.settings, app.name, app.state, topics.partitions, run)
+    if not shard.of(range(topics.partitions)):
+        raise SettingsError(
+            f"shard {shard} has no partition: app {app.name!r} reads {topics.partitions} partitions of topic "
+            f"{app.source!r}. Take at most that many shards"
+        )
+    since = take_over(
+        options.settings, app.name, app.state, topics.partitions, run, shard, commits=app.commit == "epoch"
+    )
     plan = RunPlan(
         run=run,
         since=since,
@@ -151,6 +166,7 @@ def _plan(
         read_committed=options.settings.reads_committed(app.delivery),
         keep_alive=options.keep_alive if app.commit == "live" and not options.available_now else 0.0,
         log_format=options.log_format,
+        shard=shard,
     )
     return options, plan
 

@@ -75,7 +75,15 @@ class ScalingMonitor:
                         topic = f"{plan.app}.state"
                         state = self._cluster.partitions(topic)
                         number += 1
-                        order_plan(plan.settings, topic, state, plan.run, number=number, tasks=tasks)
+                        order_plan(
+                            plan.settings,
+                            topic,
+                            state,
+                            plan.run,
+                            number=number,
+                            tasks=tasks,
+                            shard=plan.shard,
+                        )
                         told = now
                 except KeylaneError as error:
                     log.info("app %r: could not read executor and partition counts: %s", plan.app, error)

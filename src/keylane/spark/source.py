@@ -18,6 +18,7 @@ from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, wait_for_cluster
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.murmur2 import partition_of
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
 from keylane.spark.outcomes import DDL, to_arrow
 from keylane.state.labels import Labels
@@ -81,6 +82,12 @@ class RunPlan:
     keep_alive: float = 0.0
     """Seconds that lanes keep running without a Spark task; 0: every epoch ends with a drain."""
     log_format: str = "text"
+    shard: Shard = WHOLE
+    """The share of the partitions that the run processes."""
+
+    def own(self, partitions: int) -> list[int]:
+        """The run's partitions of so many."""
+        return self.shard.of(range(partitions))
 
 
 class TaskPartition(InputPartition):
@@ -135,6 +142,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._told = False  # whether a plan of this run is in the state topic
         self._view: StateTopic | None = None
         self._viewed: list[int] = []
+        self._former: tuple[int, ...] = ()  # as in the state topic, for a shard without partition 0
         self._labels: Labels = Labels(None)
         self._starts: dict[int, int] = {}  # of the last epoch that was planned
         self._ends: dict[int, int] = {}  # of the source, when it was planned
@@ -145,7 +153,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where the first epoch begins when the group has no progress: ``startingOffsets``, as numbers."""
         plan, cluster = self._plan, self._connect()
-        partitions = range(cluster.partitions(plan.topic))
+        partitions = plan.own(cluster.partitions(plan.topic))
         beginnings = cluster.ends(plan.topic, partitions, earliest=True)
         if plan.starting == "earliest":
             starts = beginnings
@@ -164,7 +172,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Remember where the source ends now for its reader; nothing beyond is read."""
         cluster, topic = self._connect(), self._plan.topic
-        partitions = range(cluster.partitions(topic))
+        partitions = self._plan.own(cluster.partitions(topic))
         self._target = self._visible_ends(partitions)
         ends = cluster.ends(topic, partitions)
         self._hidden = {p: end for p, end in ends.items() if end > self._target[p]}
@@ -180,21 +188,28 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         known = cluster.topics()
         there = cluster.partitions(plan.topic, known=known)
         adopted = min(there, cluster.partitions(f"{plan.app}.state", known=known))
-        partitions = range(adopted)
+        partitions = plan.own(adopted)
         state = self._state(partitions, identity)
         until = None
-        former = set(state.former)
-        if adopted < there:
+        former = set(state.former if 0 in partitions else self._former)
+        if adopted < there and not plan.shard.whole:
+            self._leave_new_partitions(adopted, there)
+        elif adopted < there:
             self._warn_of_moves(adopted, there)
             moving = self._in_the_way(cluster, state, start, there, identity)
             if moving is None:  # nothing of the old layout is left to be done
                 former.add(adopted)
                 self._note_former(former)
-                for own in ("dlq", "ledger", "state"):  # the last one says that the others are ready
+                for own in (
+                    "dlq",
+                    "ledger",
+                    "lane-state",
+                    "state",
+                ):  # the last one says that the others are ready
                     if f"{plan.app}.{own}" in known:
                         cluster.ensure(f"{plan.app}.{own}", there, {})
                 log.warning("topic %s: reading %d new partitions from now on", plan.topic, there - adopted)
-                partitions = range(there)
+                adopted, partitions = there, plan.own(there)
                 state = self._state(partitions, identity)
             elif not moving:
                 # The high watermark: a message in an open transaction is older than those in the new partitions.
@@ -214,7 +229,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         shared = self._share_out(state, start, partitions)
         offset = _offset(start["epoch"] + 1, starts, identity) | {
             "plan": shared.encode(),
-            "of": len(partitions),
+            "of": adopted,
         }
         offset["replan"] = int(state.wanted.get("number", 0))
         offset["former"] = sorted(former)
@@ -229,6 +244,23 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "ends": {str(p): end for p, end in sorted(self._ends.items())},
             "lag": sum(max(0, end - self._starts.get(p, end)) for p, end in self._ends.items()),
         }
+
+    def _leave_new_partitions(self, before: int, there: int) -> None:
+        """A shard does not read new partitions: it does not know how far the other shards are.
+
+        Says so once. Raises SettingsError for a backlog, which would otherwise end as if everything were done.
+        """
+        plan = self._plan
+        grown, app = _grown(plan.topic, before, there), plan.app
+        remedy = (
+            f"shards do not read new partitions. Stop all shards of app {app!r}, run the app without a shard until it "
+            "says that it reads them, and start the shards again"
+        )
+        if self._target is not None:
+            raise SettingsError(f"{grown}, and {remedy}")
+        if not self._warned_of_moves:
+            self._warned_of_moves = True
+            log.warning("%s: %s", grown, remedy)
 
     def _warn_of_moves(self, before: int, there: int) -> None:
         """Say once that the order of keys that move between partitions which are read already is not known."""
@@ -250,7 +282,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _start_over(self, offset: dict[str, Any]) -> dict[str, Any]:
         """This offset of a topic that is no more, for the one that is there now: from its start, and up to its end."""
         plan, cluster = self._plan, self._connect()
-        partitions = range(cluster.partitions(plan.topic))
+        partitions = plan.own(cluster.partitions(plan.topic))
         log.warning(
             "reading source from its start topic=%s: it is not the topic that epoch %d was planned for (%s)",
             plan.topic,
@@ -306,6 +338,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if "until" in end:
             until = {int(p): offset for p, offset in end["until"].items()}
         shared, now = Assignment.decode(end["plan"]), time.time()
+        own = set(plan.shard.of(starts))
+        if own != starts.keys():  # planned by a run of another shard, with the same checkpoint
+            starts = {p: offset for p, offset in starts.items() if p in own}
+            shared = make_plan(sorted(starts), self._tasks, split=plan.split)
         if self._is_other(end, identity):
             starts = {int(p): offset for p, offset in self._start_over(end)["starts"].items()}
             until = None if until is None else self._visible_ends(sorted(starts))
@@ -337,6 +373,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 partitions=end["of"],
                 replan=end.get("replan", 0),
                 former=tuple(end.get("former", ())),
+                shard=plan.shard,
                 keep_alive=plan.keep_alive if until is None else 0.0,
                 spark_task=task,
             )
@@ -361,7 +398,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._epoch_committer = None
             if self._epoch_committer is None:
                 self._epoch_committer = EpochCommitter(
-                    plan.settings, plan.app, plan.topic, plan.run, identity, plan.since
+                    plan.settings, plan.app, plan.topic, plan.run, identity, plan.since, plan.shard
                 )
             self._epoch_committer.settle(end["epoch"])
 
@@ -399,10 +436,22 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
             self._viewed = list(partitions)
             self._view.restore()
+            if 0 not in partitions:
+                self._former = self._read_former()
         else:
             self._view.catch_up(ends[topic])
         self._view.rest()
         return self._view
+
+    def _read_former(self) -> tuple[int, ...]:
+        """What is known of the app's earlier partitions, for a shard without partition 0, where it is recorded."""
+        plan = self._plan
+        state = StateTopic(plan.settings, plan.app, f"{plan.app}.state", [0], plan.run, labels=self._labels)
+        try:
+            state.restore()
+            return state.former
+        finally:
+            state.close()
 
     def _note_former(self, former: Collection[int]) -> None:
         """Write down how many partitions the source had before: keys of then may be in others now."""
@@ -422,8 +471,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._producer is None:
             self._producer = plan.settings.producer()
         value = {"run": plan.run, "epoch": offset["epoch"], "at": time.time(), "tasks": offset["plan"]}
-        value["source"] = plan.topic
-        self._producer.produce(f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=0)
+        value |= {"source": plan.topic, "shard": str(plan.shard)}
+        self._producer.produce(
+            f"{plan.app}.state", json.dumps(value).encode(), PLAN, partition=plan.shard.first
+        )
         if self._told:
             self._producer.poll(0)
         else:

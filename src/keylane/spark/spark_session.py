@@ -29,6 +29,20 @@ _PLAIN_FILES = {
 }
 
 
+_FORGET = dict.fromkeys(
+    (
+        "spark.ui.retainedJobs",
+        "spark.ui.retainedStages",
+        "spark.ui.retainedDeadExecutors",
+        "spark.sql.ui.retainedExecutions",
+        "spark.sql.streaming.ui.retainedQueries",
+    ),
+    "20",
+)
+"""Spark keeps the figures of its last 1,000 jobs, stages and SQL executions for its web page, which is off here. Every
+epoch is one of each, so the driver's memory would grow for days."""
+
+
 _QUICK = "-XX:TieredStopAtLevel=1"
 """Java options without the second compiler, which uses a core for minutes to speed up calculations not done here."""
 
@@ -66,6 +80,7 @@ def session(
             f"-Dlog4j2.configurationFile=file:{quote(str(quiet))} {java_options(java)} {_QUICK if lanes_only else ''}"
         ),
         "spark.ui.enabled": "false",
+        **_FORGET,
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.streaming.stopTimeout": "60s",
         # Also for a failed query: nothing would find it again, and a supervisor may start many.

@@ -58,9 +58,7 @@ def supervise(
         if began is not None and clock() - began >= HEALTHY_AFTER_SECONDS:
             in_a_row, wait = 0, FIRST_WAIT_SECONDS
         in_a_row += 1
-        say(
-            f"the query failed: {failure.line}. It is started again in {wait:g} s (failure {in_a_row} in a row)"
-        )
+        say(f"the query failed: {failure.line}. Restarting it in {wait:g} s (failure {in_a_row} in a row)")
         until = clock() + wait
         while (left := until - clock()) > 0:
             if asked():

@@ -253,8 +253,8 @@ class TopicStreamReader(_TopicReading, DataSourceStreamReader, SupportsTriggerAv
         """Read a partition from its beginning if it ends before the current position: it was created again."""
         behind = {place for place, end in ends.items() if end < begun.get(place, 0)}
         for topic, partition in sorted(behind):
-            end, stood = ends[topic, partition], begun[topic, partition]
-            what = f"{topic}/{partition} ends at offset {end}, before {stood}, where reading stands"
+            end, read = ends[topic, partition], begun[topic, partition]
+            what = f"{topic}/{partition} ends at offset {end}, before {read}, up to which it was read"
             report_loss(what, fail=self._options.fail_on_loss)
         return {**ends, **self._connect().earliest(behind)}
 

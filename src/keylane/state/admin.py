@@ -16,9 +16,16 @@ from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.offsets.identity import TopicIdentity
 from keylane.state.answers import CommandAnswer, decode_command_answer
-from keylane.state.commands import Command, audit_name, new_command_id, operator_name
+from keylane.state.commands import (
+    REASON_CHARACTERS_MAX,
+    Command,
+    audit_name,
+    check_reason,
+    new_command_id,
+    operator_name,
+)
 from keylane.state.labels import Labels
-from keylane.state.topic import StateTopic, check_written
+from keylane.state.topic import Claim, StateTopic, check_written
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
@@ -73,6 +80,8 @@ class AuditEntry:
     """The id of the command that it cancels; empty if it is not a cancel."""
     who: str
     at: float
+    reason: str
+    """Why it was given; empty if nobody said."""
     open: bool
     answer: CommandAnswer | None
     """None if no task has carried it out: it is still open, or its message is gone."""
@@ -98,6 +107,9 @@ class AdminClient:
         # First find out which topic the app reads, then read the records about that topic as it is now.
         self._state = StateTopic(settings, app, self._topic, [0], run="", labels=Labels(None))
         self._state.restore()
+        if not self._state.plan and partitions > 1:  # only shards without partition 0 have run
+            self._state = self._state.reopen(range(partitions), "", labels=Labels(None))
+            self._state.restore()
         source = self._state.plan.get("source")
         self.source = source if isinstance(source, str) else ""
         if not self.source and self._state.malformed["plan"]:
@@ -137,10 +149,24 @@ class AdminClient:
         self._follow()
         return self._state.plan or None
 
+    def plans(self) -> list[dict[str, Any]]:
+        """The plans of all runs that own partitions now: one of each shard. Before they plan: :meth:`plan`."""
+        newest = self.plan()
+        return self._state.current_plans or ([] if newest is None else [newest])
+
+    def claims(self) -> dict[int, list[Claim]]:
+        """Who owns which slots, by partition, as the owners said last. An owner that has died still has its claim."""
+        self._follow()
+        return {partition: list(found.values()) for partition, found in self._state.owners.items() if found}
+
     def started(self) -> float | None:
         """Unix time when the newest run took the app over; None before the first."""
+        return max(self.started_by_partition().values(), default=None)
+
+    def started_by_partition(self) -> dict[int, float]:
+        """Unix time when the run that owns a partition took it over, by partition."""
         self._follow()
-        return max((float(found.get("at", 0.0)) for found in self._state.runs.values()), default=None)
+        return {partition: float(found.get("at", 0.0)) for partition, found in self._state.runs.items()}
 
     def lanes(self) -> list[LaneRecord]:
         """Return the lanes that wait for an operator, in the order in which they stopped."""
@@ -243,6 +269,7 @@ class AdminClient:
                 "withdraws": command.withdraws,
                 "who": command.who,
                 "at": command.at,
+                "reason": command.reason,
                 "id": command.id,
             }
             for name, value in (
@@ -322,8 +349,9 @@ class AdminClient:
 
     @wire.decoder
     def _action(self, partition: int, value: bytes, open_ids: Collection[str]) -> AuditEntry:
+        found = wire.loads(value)
         command_id, do, key, offset, letters, withdraws, who, at = wire.fields(
-            wire.loads(value), "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
+            found, "id", "do", "key", "offset", "letters", "withdraws", "who", "at"
         )
         return AuditEntry(
             id=wire.text(command_id),
@@ -335,6 +363,7 @@ class AdminClient:
             withdraws=wire.text(withdraws, 200),
             who=wire.text(who),
             at=wire.seconds(at),
+            reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
             open=command_id in open_ids,
             answer=self._answer(command_id),
         )
@@ -377,8 +406,13 @@ def new_command(
     offset: int | None = None,
     letters: Sequence[int] | None = None,
     to: int | None = None,
+    reason: str = "",
+    who: str | None = None,
 ) -> Command:
-    """Make a command in the name of the user who runs this program. It is not written yet."""
+    """Make a command. ``who`` gives it; by default the user who runs this program. It is not written yet.
+
+    Raises SettingsError for a reason that is too long.
+    """
     return Command(
         do=do,
         partition=partition,
@@ -387,12 +421,13 @@ def new_command(
         letters=None if letters is None else tuple(letters),
         to=to,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 
-def cancel_command(command: Command) -> Command:
+def cancel_command(command: Command, *, reason: str = "", who: str | None = None) -> Command:
     """Make a command that withdraws another one. It is not written yet."""
     return Command(
         do="cancel",
@@ -401,8 +436,9 @@ def cancel_command(command: Command) -> Command:
         offset=command.offset,
         withdraws=command.id,
         id=new_command_id(),
-        who=operator_name(),
+        who=operator_name() if who is None else who,
         at=time.time(),
+        reason=check_reason(reason),
     )
 
 

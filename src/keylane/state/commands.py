@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from keylane import strict_json as wire
+from keylane.errors import SettingsError
+from keylane.safe_text import valid
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -33,6 +35,9 @@ AUDITED_COMMANDS = 10_000
 """The newest audit entries of a partition that are kept; older ones are deleted."""
 AUDITED_SECONDS = 3600.0
 """Younger entries are kept, however many there are: someone may still wait for the answer."""
+
+REASON_CHARACTERS_MAX = 1000
+"""Longest reason of a command."""
 
 CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
 
@@ -59,6 +64,8 @@ class Command:
     id: str
     who: str
     at: float
+    reason: str = ""
+    """Why it was given, in the operator's words."""
 
     @property
     def name(self) -> bytes:
@@ -79,6 +86,7 @@ class Command:
                 "id": self.id,
                 "who": self.who,
                 "at": self.at,
+                "reason": self.reason,
             }
         ).encode()
 
@@ -86,8 +94,9 @@ class Command:
 @wire.decoder
 def decode_command(name: bytes, partition: int, value: bytes) -> Command:
     """Decode a command from the state topic. Raises MalformedRecordError."""
+    found = wire.loads(value)
     do, key, offset, letters, to, withdraws, command_id, who, at = wire.fields(
-        wire.loads(value), "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
+        found, "do", "key", "offset", "letters", "to", "withdraws", "id", "who", "at"
     )
     if do not in get_args(CommandKind):
         raise wire.MalformedRecordError(f"expected one of {', '.join(get_args(CommandKind))}, got {do!r:.60}")
@@ -104,9 +113,10 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         id=wire.text(command_id, 200),
         who=wire.text(who, 1000),
         at=wire.seconds(at),
+        reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
     )
     if command.name != name:
-        raise wire.MalformedRecordError(f"expected the record of this order at {command.name!r:.200}")
+        raise wire.MalformedRecordError(f"expected the record of this command at {command.name!r:.200}")
     return command
 
 
@@ -122,6 +132,16 @@ def operator_name() -> str:
     except (KeyError, OSError):  # a container whose user has no name
         user = "?"
     return f"{user}@{socket.gethostname()}"
+
+
+def check_reason(reason: str) -> str:
+    """The reason without white space around it. Raises SettingsError if it is too long."""
+    text = valid(reason.strip())
+    if len(text) > REASON_CHARACTERS_MAX:
+        raise SettingsError(
+            f"expected a reason of at most {REASON_CHARACTERS_MAX} characters, got {len(text):,}"
+        )
+    return text
 
 
 def audit_name(command_id: str, *, done: bool = False, begun: bool = False) -> bytes:

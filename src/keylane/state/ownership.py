@@ -1,10 +1,11 @@
-"""Ownership: a run owns the app, and a worker owns partitions, or slots of them.
+"""Ownership: a run owns the app or a shard of it, and a worker owns partitions, or slots of them.
 
-Both are records of the state topic, and the later one counts. A run writes its name into every partition in one
-transaction. A worker writes a claim into each of its partitions, under its transactional id, and reads on until it sees
-that claim. Every earlier owner of any of its slots must then release them or is fenced; only after that does the worker
-read progress. An owner releases its claim in the transaction that contains its last progress. So at any time the broker
-accepts progress of a slot from one worker only: the one whose claim is the last.
+Both are records of the state topic, and the later one counts. A run writes its name into each of its partitions in one
+transaction, and a run that loses one of them ends. A worker writes a claim into each of its partitions, under its
+transactional id, and reads on until it sees that claim. Every earlier owner of any of its slots must then release them
+or is fenced; only after that does the worker read progress. An owner releases its claim in the transaction that
+contains its last progress. So at any time the broker accepts progress of a slot from one worker only: the one whose
+claim is the last.
 
 An owner that is alive is given time to leave. It finds the newer claim, or the name of the new run, says that it is
 leaving, finishes the messages that have started, and releases. An owner that does not answer is dead or hangs, and is
@@ -24,17 +25,18 @@ from typing import TYPE_CHECKING, Any
 from keylane.denial import broker_error, is_denied
 from keylane.errors import BrokerError, KeylaneError, TakenOverError
 from keylane.kafka.client import KafkaException
-from keylane.kafka.cluster import REQUEST_SECONDS
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
 from keylane.rights import Operation, on_topic
+from keylane.state.fences import Fences
 from keylane.state.labels import Labels
 from keylane.state.topic import OWNER, RUN, StateTopic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from keylane.kafka.cluster import Cluster
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_writer import StateRecord, TransactionalWriter
     from keylane.offsets.slots import Slots
@@ -52,14 +54,24 @@ _LOOK_SECONDS = 0.2
 _TAKE_OVER_TRIES = 3
 
 
-def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
-    """Make this run the owner of the app: any other run ends. Returns the offset of that record, by partition.
+def take_over(
+    settings: KafkaSettings,
+    app: str,
+    topic: str,
+    partitions: int,
+    run: str,
+    shard: Shard = WHOLE,
+    *,
+    commits: bool = False,
+) -> dict[int, int]:
+    """Make this run the owner of the app, or of a shard of it. Returns the offset of that record, by partition.
 
-    Raises TakenOverError, BrokerError.
+    Any other run that owns one of these partitions ends. ``commits``: runs of this app commit for their tasks
+    (``commit="epoch"``), so those of other shards are fenced too. Raises TakenOverError, BrokerError.
     """
     for again in reversed(range(_TAKE_OVER_TRIES)):
         try:
-            places = _take_over(settings, app, topic, partitions, run)
+            places = _take_over(settings, app, topic, partitions, run, shard, commits=commits)
         except KafkaException as error:
             if is_fenced(error):
                 raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
@@ -68,19 +80,27 @@ def take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, ru
                     f"app {app!r} could not be taken over", error.args[0], on_topic(topic, Operation.WRITE)
                 ) from error
         else:
-            _taken[app, topic] = places
+            _taken[app, topic, shard] = places
             return places
     raise AssertionError("the last try returns or raises")
 
 
-_taken: dict[tuple[str, str], dict[int, int]] = {}
+def run_id(app: str, shard: Shard) -> str:
+    """The transactional id of a run: two runs of the same shard never commit at the same time."""
+    return f"{app}.run" if shard.whole else f"{app}.run.{shard.number}"
+
+
+_taken: dict[tuple[str, str, Shard], dict[int, int]] = {}
 """The offsets of the last ``run`` records of this process, or where the topic ended when the process started."""
 
 
-def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, run: str) -> dict[int, int]:
-    found = {"run": run, "who": _who(), "at": time.time()}
+def _take_over(
+    settings: KafkaSettings, app: str, topic: str, partitions: int, run: str, shard: Shard, *, commits: bool
+) -> dict[int, int]:
+    found = {"run": run, "who": _who(), "at": time.time(), "shard": str(shard)}
+    own = shard.of(range(partitions))
     producer = transactional_producer(
-        settings, f"{app}.run"
+        settings, run_id(app, shard)
     )  # of two that start at the same time one is fenced here
     places: dict[int, int] = {}
     denied: list[Any] = []
@@ -91,8 +111,10 @@ def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, r
         places[message.partition()] = message.offset()
 
     try:
+        if commits:  # before the record: a run that finds it has nobody left to fence
+            _fence_other_shards(settings, app, topic, own, shard)
         producer.begin_transaction()
-        for partition in range(partitions):
+        for partition in own:
             producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
         producer.commit_transaction(3 * REQUEST_SECONDS)
     except BaseException as error:
@@ -104,21 +126,37 @@ def _take_over(settings: KafkaSettings, app: str, topic: str, partitions: int, r
     return places
 
 
-def remember_newest_run(cluster: Cluster, app: str, topic: str) -> None:
+def _fence_other_shards(
+    settings: KafkaSettings, app: str, topic: str, partitions: list[int], shard: Shard
+) -> None:
+    """Fence the runs of another shard, or of all of the app, that own any of these partitions."""
+    state = StateTopic(settings, app, topic, partitions, "", labels=Labels(None))
+    try:
+        state.restore()
+    finally:
+        state.close()
+    owners = {run_id(app, Shard.parse(found["shard"])) for found in state.runs.values()}
+    for owner in sorted(owners - {run_id(app, shard)}):
+        discard(transactional_producer(settings, owner))
+
+
+def remember_newest_run(cluster: Cluster, app: str, topic: str, shard: Shard = WHOLE) -> None:
     """Before a process takes an app over for the first time: no record written so far is a successor of its run.
 
     The first take-over may fail, and :func:`check_still_ours` is asked before the next one. Raises BrokerError.
     """
-    ends = cluster.ends(topic, [0])
-    _taken.setdefault((app, topic), {p: end - 1 for p, end in ends.items()})
+    ends = cluster.ends(topic, shard.of(range(cluster.partitions(topic))))
+    _taken.setdefault((app, topic, shard), {p: end - 1 for p, end in ends.items()})
 
 
-def check_still_ours(settings: KafkaSettings, app: str, topic: str) -> None:
-    """Raise TakenOverError if another process has started the app. Call it before the app is started again.
+def check_still_ours(settings: KafkaSettings, app: str, topic: str, shard: Shard = WHOLE) -> None:
+    """Raise TakenOverError if another process has started the app, or a shard that has any of these partitions.
 
-    Raises BrokerError if that cannot be found out.
+    Call it before the app is started again. Raises BrokerError if that cannot be found out.
     """
-    state = StateTopic(settings, app, topic, [0], "", since=_taken.get((app, topic)), labels=Labels(None))
+    partitions = shard.of(range(Cluster(settings).partitions(topic)))
+    since = _taken.get((app, topic, shard))
+    state = StateTopic(settings, app, topic, partitions, "", since=since, labels=Labels(None))
     try:
         state.restore()
     finally:
@@ -133,8 +171,12 @@ def _who() -> str:
 
 
 def _taken_over(app: str, found: dict[str, Any]) -> TakenOverError:
+    shard = found.get("shard", "1/1")
+    taken = f"app {app!r} was taken over by another run"
+    if shard != str(WHOLE):
+        taken = f"partitions of app {app!r} were taken over by a run of shard {shard}"
     return TakenOverError(
-        f"app {app!r} was taken over by another run, started by {found.get('who')} at "
+        f"{taken}, started by {found.get('who')} at "
         f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.get('at', 0)))}; this one has ended"
     )
 
@@ -196,14 +238,16 @@ class Ownership:
     def claim(self, owned: Mapping[int, Slots]) -> bool:
         """Own these slots of these partitions. Returns True if no earlier owner had to be fenced.
 
-        Raises TakenOverError when the app belongs to another run, and ItemTakenError when another task of this epoch
-        was first; then nothing is owned.
+        Each claim of an earlier owner is answered by one fence. Raises TakenOverError when the app belongs to another
+        run, ItemTakenError when another task of this epoch was first (then nothing is owned), and BrokerError when
+        claims stay unreadable although the broker had time to end every transaction in front of them.
         """
         self._owned = dict(owned)
         self.check_run()
         self._writer.write_blocking(self._notes())
+        places = {p: self._writer.written[p] for p in self._owned}
         began = time.monotonic()
-        clean = True
+        fences = Fences(self._settings, self._app, self._state.topic)
         while True:
             seen = self._state.read_through(self._writer.written, _LOOK_SECONDS)
             self.check_run()
@@ -213,24 +257,37 @@ class Ownership:
                 self._owned = {}
                 raise ItemTakenError(f"{self._who}: another task of this epoch owns these partitions")
             if seen and not before:
-                return clean
+                fences.settle(self._writer.limits, self._writer.source, self._owned)
+                return fences.none
+            awaited = {owner: claim for owner, claim in before.items() if not fences.has(owner, claim)}
+            if not awaited:  # only what nobody can read yet is missing
+                awaited = self._hidden(fences, places)
             waited = time.monotonic() - began
-            if not before and waited > 3 * REQUEST_SECONDS + self._patience:
-                raise BrokerError(f"app {self._app!r}: the claim was written, but it cannot be read")
-            dead = {owner for owner, claim in before.items() if self._is_over(claim, waited)}
-            for owner in dead:
-                log.warning("fencing the earlier owner, which did not release: %s", before[owner].who)
-                transactional_producer(self._settings, owner)
+            dead = {owner: claim for owner, claim in awaited.items() if self._is_over(claim, waited)}
             if dead:
-                clean = False
+                fences.fence(dead)
                 self._writer.write_blocking(
                     (p, OWNER + owner.encode(), None)
                     for p in self._owned
-                    for owner in dead & self._state.owners.get(p, {}).keys()
+                    for owner in dead
+                    if owner not in before or owner in self._state.owners.get(p, {})
                 )
             elif before:
                 time.sleep(0.02)
                 self._state.poll()
+
+    def _hidden(self, fences: Fences, places: Mapping[int, int]) -> dict[str, Claim]:
+        """Earlier claims that are in open transactions, or behind one, unless their owners are fenced."""
+        return {
+            owner: claim
+            for partition, claims in fences.hidden(self._owned).claims.items()
+            for owner, claim in claims.items()
+            if claim.place < places[partition]
+            and claim.slots.overlaps(self._owned[partition])
+            and owner != self._writer.id
+            and not self._is_competitor(claim)
+            and not fences.has(owner, claim)
+        }
 
     def check_run(self) -> None:
         """Raises TakenOverError when the app belongs to another run."""

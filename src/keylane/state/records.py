@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from keylane import strict_json as wire
 from keylane.offsets.assignment import BUCKETS, Assignment
 from keylane.offsets.range_progress import Generation
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL, Slots
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ _PROGRESS = re.compile(r"([0-9]{1,19}) (.*)", re.ASCII)
 
 @wire.decoder
 def decode_run(value: bytes) -> dict[str, Any]:
-    """``{"run", "who", "at"}``: the run that the app belongs to."""
-    run, who, at = wire.fields(wire.loads(value), "run", "who", "at")
+    """``{"run", "who", "at", "shard"}``: the run that the partition belongs to; one of all partitions has no shard."""
+    found = wire.loads(value)
+    run, who, at = wire.fields(found, "run", "who", "at")
     return {
         "run": wire.text(run, _NAME_CHARACTERS_MAX),
         "who": wire.text(who, _NAME_CHARACTERS_MAX),
         "at": wire.seconds(at),
+        "shard": str(Shard.parse(wire.text(found.get("shard", str(WHOLE)), 20))),
     }
 
 
@@ -81,7 +84,7 @@ def decode_load(value: bytes) -> tuple[str, int, Load]:
 
 @wire.decoder
 def decode_plan(value: bytes) -> dict[str, Any]:
-    """``{"run", "epoch", "at", "tasks"}`` and, if it is named, ``source``; ``tasks`` are for :class:`Assignment`."""
+    """``{"run", "epoch", "at", "tasks", "shard", "source"}``, the last two if named; ``tasks`` are an assignment."""
     found = wire.loads(value)
     run, epoch, at, tasks = wire.fields(found, "run", "epoch", "at", "tasks")
     for task in wire.array(tasks, _TASKS_MAX):
@@ -92,6 +95,7 @@ def decode_plan(value: bytes) -> dict[str, Any]:
         "epoch": wire.integer(epoch),
         "at": wire.seconds(at),
         "tasks": Assignment.decode(tasks).encode(),
+        "shard": str(Shard.parse(wire.text(found.get("shard", str(WHOLE)), 20))),
     }
     return plan | ({"source": wire.text(found["source"], _NAME_CHARACTERS_MAX)} if "source" in found else {})
 
@@ -111,6 +115,13 @@ def decode_replan(value: bytes) -> dict[str, Any]:
 def decode_grouped(value: bytes) -> Generation:
     """The generation of the group's offset."""
     return Generation.of(wire.loads(value))
+
+
+@wire.decoder
+def decode_watch(value: bytes) -> float:
+    """Until when somebody looks."""
+    (until,) = wire.fields(wire.loads(value), "until")
+    return wire.seconds(until)
 
 
 @wire.decoder

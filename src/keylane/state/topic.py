@@ -14,24 +14,25 @@ key                       value
 ``attempts``              of messages that failed and are not done: :mod:`keylane.lanes.lane_record`
 ``version/<key>``         the version an entity has reached: :class:`keylane.policies.versions.VersionMark`
 ``versions``              the number of partitions when the versions of this partition's entities were moved here
+``lane-state``            the number of partitions when this partition's lane state was complete, for apps with states
 ``lane/<key>``            a lane that is blocked or parked (``keyless/<offset>`` for a message without a key)
 ``redriven``              the dead letters of this partition that were redriven: :mod:`keylane.offsets.offset_runs`
-``run``                   ``{"run": …}``: the run that the app belongs to; any other run ends
+``run``                   ``{"run", "shard", …}``: the run that the partition belongs to; any other run ends
 ``load``                  ``[run, epoch, counts]``: messages seen, by bucket of :mod:`keylane.offsets.assignment`
 ``former``                in partition 0, the numbers of partitions that the source had before: ``[1, 2]``
-``plan``                  in partition 0, the plan of the current epoch: ``{"run", "epoch", "at", "tasks"}``
+``plan``                  in partition 0, or a shard's first, the current plan: ``{"run", "epoch", "at", "tasks"}``
 ``command/plan``          ``{"run": …, "number": …, "tasks": …}``: epochs that were planned before it end now
 ``owner/<id>``            the task with this transactional id owns slots here: :mod:`keylane.state.ownership`
 ``command/stop``          ``{"run": …}``: the tasks of this run drain and end
 ``command/guard``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
 ``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
 ``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
+``watch``                 ``{"until": …}``: until then somebody looks at single lanes
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
 ========================  ==================================================================
 
-Where several tasks share a partition, each owner has its own ``attempts``, ``redriven``, ``load``, ``rest`` and
-``versions``:
-``attempts/<slots>``.
+Where several tasks share a partition, each owner has its own ``attempts``, ``redriven``, ``load``, ``rest``,
+``versions`` and ``lane-state``: ``attempts/<slots>``.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from keylane.lanes.lane_record import KEYLESS, LANE, decode_lane, decode_retries
 from keylane.offsets.metadata import decode
 from keylane.offsets.offset_runs import OffsetRuns
 from keylane.offsets.range_progress import NEVER_MOVED, RangeProgress
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL, Slots
 from keylane.policies.versions import decode_mark
 from keylane.rights import Operation, on_topic
@@ -92,11 +94,14 @@ FORMER = b"former"
 EPOCH = b"epoch"
 VERSION = b"version/"
 VERSIONS = b"versions"
+LAYOUT = b"lane-state"
+WATCH = b"watch"
 OWNER = b"owner/"
 _KINDS = (
     *(
         VERSION[:-1],
         VERSIONS,
+        LAYOUT,
         PROGRESS,
         EPOCH,
         RANGE[:-1],
@@ -109,15 +114,17 @@ _KINDS = (
         FORMER,
         LOAD,
     ),
-    *(PLAN, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
 )
-_PARTS = (LOAD, REST, REDRIVEN, VERSIONS)
+_PARTS = (LOAD, REST, REDRIVEN, VERSIONS, LAYOUT)
 ELSEWHERE = "kl1:@"
 """The metadata of a committed offset whose progress is in the state topic."""
 NOTHING = "kl1:-"
 """The metadata of a committed offset above which nothing is done. Never empty: other tools write empty metadata."""
 RANGES = "kl1:/"
 """The metadata of a committed offset in a shared partition: the progress of each range is in the state topic."""
+WATCH_SECONDS_MAX = 60.0
+"""Time for which single lanes are sent at most after a request; whoever looks asks again."""
 _FETCH_WAIT_MS = 20
 """Time the broker waits for more data before it reports the end. Every restore takes at least this long."""
 _RESTING_FETCH_WAIT_MS = 1
@@ -130,14 +137,27 @@ _POLLS_PER_TURN = 20
 
 
 def order_stop(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, timeout: float = REQUEST_SECONDS
+    settings: KafkaSettings,
+    topic: str,
+    partitions: int,
+    run: str,
+    timeout: float = REQUEST_SECONDS,
+    *,
+    shard: Shard = WHOLE,
 ) -> None:
     """Tell the tasks of this run to drain and end. Raises BrokerError when the command could not be written."""
-    _order(settings, topic, partitions, STOP, {"run": run}, timeout)
+    _order(settings, topic, shard.of(range(partitions)), STOP, {"run": run}, timeout)
 
 
 def order_plan(
-    settings: KafkaSettings, topic: str, partitions: int, run: str, *, number: int, tasks: int
+    settings: KafkaSettings,
+    topic: str,
+    partitions: int,
+    run: str,
+    *,
+    number: int,
+    tasks: int,
+    shard: Shard = WHOLE,
 ) -> None:
     """Tell the tasks of this run how many of them there should be from now on.
 
@@ -145,15 +165,25 @@ def order_plan(
     restores the old number of tasks. Raises BrokerError when the command could not be written.
     """
     wanted = {"run": run, "number": number, "tasks": tasks}
-    _order(settings, topic, partitions, REPLAN, wanted, REQUEST_SECONDS)
+    _order(settings, topic, shard.of(range(partitions)), REPLAN, wanted, REQUEST_SECONDS)
+
+
+def order_watch(settings: KafkaSettings, topic: str, partitions: int, until: float) -> None:
+    """Ask tasks to put every lane into their telemetry until then. Raises BrokerError."""
+    _order(settings, topic, range(partitions), WATCH, {"until": until}, REQUEST_SECONDS)
 
 
 def _order(
-    settings: KafkaSettings, topic: str, partitions: int, name: bytes, value: dict[str, Any], timeout: float
+    settings: KafkaSettings,
+    topic: str,
+    partitions: Iterable[int],
+    name: bytes,
+    value: dict[str, Any],
+    timeout: float,
 ) -> None:
     producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
     failed: list[Any] = []
-    for partition in range(partitions):
+    for partition in partitions:
         producer.produce(
             topic,
             json.dumps(value).encode(),
@@ -209,7 +239,7 @@ class Proposal:
 def _decode_note(found: object) -> tuple[str, str | None]:
     name, value = wire.row(found, 2)
     if not bytes.fromhex(wire.text(name)).startswith((COMMAND, AUDIT)):
-        raise MalformedRecordError("expected a record about an operator's order")
+        raise MalformedRecordError("expected a record about an operator's command")
     return name, None if value is None else wire.text(value)
 
 
@@ -285,6 +315,7 @@ class StateTopic:
         """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
         self.stopped = False
+        self.watched_until = 0.0  # unix time: until then, telemetry has every lane
         self.guard_reason = ""  # why the run was stopped
         self.runs: dict[int, dict[str, Any]] = {}  # the run that the app belongs to, by partition
         self.owners: dict[int, dict[str, Claim]] = {}  # by partition and transactional id
@@ -294,11 +325,12 @@ class StateTopic:
         self.layouts: dict[
             int, dict[Slots, int]
         ] = {}  # by partition: the number of partitions its versions are complete for
+        self.state_layouts: dict[int, dict[Slots, int]] = {}  # the same for lane state
         self.loads: dict[
             int, dict[Slots, tuple[int, Load]]
         ] = {}  # of this run: epoch and counts, by partition
         self.former: tuple[int, ...] = ()  # numbers of partitions that the source had before
-        self.plan: dict[str, Any] = {}
+        self.plans: dict[int, dict[str, Any]] = {}  # by partition: a shard's is in its first one
         self.wanted: dict[str, Any] = {}  # of this run: the number of tasks there should be
         self.attempts: dict[int, dict[bytes, dict[int, RetryState]]] = {}  # by partition and record
         self.lanes: dict[tuple[int, bytes], LaneRecord] = {}
@@ -436,6 +468,17 @@ class StateTopic:
                 return found
         return None
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan that was made last; empty before the first. With shards it is that of one of them."""
+        return max(self.plans.values(), key=lambda plan: float(plan["at"]), default={})
+
+    @property
+    def current_plans(self) -> list[dict[str, Any]]:
+        """The last plan of every run that owns partitions now: one, or one for each shard."""
+        owners = {found["run"] for found in self.runs.values()}
+        return [plan for _, plan in sorted(self.plans.items()) if plan["run"] in owners]
+
     def take_commands(self) -> list[Command]:
         """Return the commands that came in since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -510,6 +553,8 @@ class StateTopic:
                 self.versions.put((partition, name.removeprefix(VERSION)), decode_mark(value))
         elif _is_part(name, VERSIONS):
             self.layouts.setdefault(partition, {})[_part(name, VERSIONS)] = int(value)
+        elif _is_part(name, LAYOUT):
+            self.state_layouts.setdefault(partition, {})[_part(name, LAYOUT)] = int(value)
         elif name == PROGRESS:
             self._progress[partition] = records.decode_progress(value)
         elif name.startswith(RANGE):
@@ -522,7 +567,7 @@ class StateTopic:
         elif name == FORMER:
             self.former = records.decode_former(value)
         elif name == PLAN:
-            self.plan = records.decode_plan(value)
+            self.plans[partition] = records.decode_plan(value)
         elif name == REPLAN:
             wanted = records.decode_replan(value)
             if wanted["run"] == self._run:
@@ -544,6 +589,8 @@ class StateTopic:
             run, why = records.decode_guard_stop(value)
             if run == self._run:
                 self.guard_reason = why
+        elif name == WATCH:
+            self.watched_until = min(records.decode_watch(value), time.time() + WATCH_SECONDS_MAX)
         elif _is_part(name, REST):
             run, until = records.decode_rest(value)
             if run == self._run:
@@ -570,6 +617,8 @@ class StateTopic:
             self.rests.get(partition, {}).pop(_part(name, REST), None)
         if _is_part(name, VERSIONS):
             self.layouts.get(partition, {}).pop(_part(name, VERSIONS), None)
+        if _is_part(name, LAYOUT):
+            self.state_layouts.get(partition, {}).pop(_part(name, LAYOUT), None)
         if name.startswith(RANGE):
             self.range_progresses.get(partition, {}).pop(Slots.parse(name.removeprefix(RANGE).decode()), None)
         if _is_part(name, ATTEMPTS):

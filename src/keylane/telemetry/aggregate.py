@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from keylane.histogram import Histogram
+from keylane.offsets.shard import Shard
 from keylane.telemetry.snapshot import COUNTERS
 
 if TYPE_CHECKING:
@@ -65,17 +66,24 @@ class Totals:
             self._lives.popitem(last=False)
 
     def running(self, now: float) -> list[Snapshot]:
-        """The latest snapshot of every running task, by task number."""
+        """The latest snapshot of every running task, by shard and task number."""
         found = [one for one in self._lives.values() if not one.final and now - one.at < _quiet_seconds(one)]
         if not found:
             return []
-        # A killed task has left no final record, so only the newest run and its epoch count.
-        run = max(found, key=lambda one: one.began).run
-        latest: dict[int, Snapshot] = {}
+        # A killed task has left no final record, so only the newest run of each shard and its epoch count.
+        runs = newest_runs(found)
+        latest: dict[tuple[Shard, int], Snapshot] = {}
         for one in sorted(found, key=lambda one: (one.epoch, one.at)):
-            if one.run == run:
-                latest[one.task] = one
-        return [latest[task] for task in sorted(latest)]
+            if one.run in runs:
+                latest[runs[one.run], one.task] = one
+        return [latest[key] for key in sorted(latest, key=lambda key: (key[0].number, key[1]))]
+
+    def heard(self) -> dict[int, Snapshot]:
+        """The latest snapshot of any task that had a partition, by partition."""
+        found: dict[int, Snapshot] = {}
+        for one in sorted(self._lives.values(), key=lambda one: one.at):
+            found |= dict.fromkeys(one.partitions, one)
+        return found
 
     @property
     def latest(self) -> Snapshot | None:
@@ -85,6 +93,15 @@ class Totals:
     def of_epoch(self, epoch: int) -> list[Snapshot]:
         """The last snapshot of every task of an epoch, of every run with an epoch of this number."""
         return [one for one in self._lives.values() if one.epoch == epoch]
+
+
+def newest_runs(snapshots: Iterable[Snapshot]) -> dict[str, Shard]:
+    """The newest run of each shard; with the number of shards that the newest of all has."""
+    newest: dict[Shard, Snapshot] = {}
+    for one in sorted(snapshots, key=lambda one: one.began):
+        newest[Shard.parse(one.shard)] = one
+    count = max(newest.items(), key=lambda item: item[1].began)[0].count if newest else 1
+    return {one.run: shard for shard, one in newest.items() if shard.count == count}
 
 
 def _quiet_seconds(snapshot: Snapshot) -> float:

@@ -115,13 +115,17 @@ class AppMetrics:
             lanes.add_metric([state], sum(getattr(task.lanes, state) for task in running))
         yield lanes
         held = Gauge(
-            "keylane_held_messages", "Messages that a task has read and not finished.", labels=["task"]
+            "keylane_held_messages",
+            "Messages that a task has read and not finished.",
+            labels=["task", "shard"],
         )
-        room = Gauge("keylane_capacity_messages", "Messages that a task has room for.", labels=["task"])
+        room = Gauge(
+            "keylane_capacity_messages", "Messages that a task has room for.", labels=["task", "shard"]
+        )
         breakers: dict[str, int] = {}
         for task in running:
-            held.add_metric([str(task.task)], task.held)
-            room.add_metric([str(task.task)], task.capacity)
+            held.add_metric([str(task.task), task.shard], task.held)
+            room.add_metric([str(task.task), task.shard], task.capacity)
             for stage, state in task.breakers.items():
                 breakers[stage] = max(breakers.get(stage, 0), _BREAKER_STATES.get(state, 0))
         breaker = Gauge(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keylane.kafka.cluster import Cluster
+from keylane.offsets.shard import WHOLE
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
+    from keylane.offsets.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class PartitionLag:
     """None if the group has no committed offset there."""
     hidden: int = 0
     """Offsets behind the end: of transactions that are open, which the group does not see yet."""
+    text: str | None = None
+    """What the app wrote beside its committed offset: :mod:`keylane.offsets.metadata`."""
 
     @property
     def at(self) -> int:
@@ -52,9 +56,13 @@ class LagMeter:
     """Reads a group's lag repeatedly, with one client. Raises BrokerError if the broker does not answer.
 
     ``committed``: the group reads committed messages only, so a partition ends at its first open transaction.
+    ``shard``: the partitions that count.
     """
 
-    def __init__(self, settings: KafkaSettings, group: str, topic: str, *, committed: bool) -> None:
+    def __init__(
+        self, settings: KafkaSettings, group: str, topic: str, *, committed: bool, shard: Shard = WHOLE
+    ) -> None:
+        self._shard = shard
         self._cluster = Cluster(settings)
         self._committed = committed
         self._group = group
@@ -75,7 +83,7 @@ class LagMeter:
 
     def partitions(self) -> dict[int, PartitionLag]:
         """The current lag by partition."""
-        partitions = range(self._cluster.partitions(self._topic))
+        partitions = self._shard.of(range(self._cluster.partitions(self._topic)))
         begins = self._cluster.ends(self._topic, partitions, earliest=True)
         source = self._cluster.identity(self._topic).source
         committed = self._cluster.progress(self._group, source, partitions)
@@ -88,6 +96,7 @@ class LagMeter:
                 end=ends[p],
                 committed=committed[p].offset if p in committed else None,
                 hidden=max(0, written[p] - ends[p]),
+                text=committed[p].text if p in committed else None,
             )
             for p in partitions
         }

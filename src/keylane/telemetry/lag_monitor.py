@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from keylane.kafka.oldest_pending import OldestPendingReader
 from keylane.lanes.lane_record import LaneStatus
+from keylane.offsets.shard import WHOLE
 from keylane.outcome import WITH_DEAD_LETTER
 from keylane.state.admin import AdminClient, NeverRanError
 from keylane.telemetry.aggregate import Totals
@@ -17,7 +18,7 @@ from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, p
 from keylane.telemetry.reader import TelemetryLog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from keylane.kafka.oldest_pending import OldestPending
     from keylane.kafka.settings import KafkaSettings
@@ -119,12 +120,20 @@ class _Look:
 class LagMonitor:
     """Measures the lag of a group on a topic; with ``app`` it also reads the telemetry of that app. One thread uses it.
 
-    Rates are over the last ``over`` seconds, and at least over the time between two measurements. Raises BrokerError
-    when no broker answers.
+    Rates are over the last ``over`` seconds, and at least over the time between two measurements. ``listen`` gets the
+    telemetry that is read, from ``since`` seconds ago on. Raises BrokerError when no broker answers.
     """
 
     def __init__(
-        self, settings: KafkaSettings, group: str, topic: str, *, app: bool = True, over: float = 3.0
+        self,
+        settings: KafkaSettings,
+        group: str,
+        topic: str,
+        *,
+        app: bool = True,
+        over: float = 3.0,
+        since: float = 15.0,
+        listen: Callable[[list[Snapshot]], None] = lambda _snapshots: None,
     ) -> None:
         # What other programs' consumers see is not known, so their lag counts to the end of the log, as in other tools.
         self._meter = LagMeter(settings, group, topic, committed=app and settings.reads_committed(""))
@@ -135,6 +144,7 @@ class LagMonitor:
             int, tuple[int, float]
         ] = {}  # ``reached``, and when it was first seen with that value
         self._is_app = app
+        self._listen = listen
         self._operator: AdminClient | None = None
         self._records: TelemetryLog | None = None
         self._totals = Totals(since=time.time())
@@ -144,7 +154,7 @@ class LagMonitor:
             except NeverRanError:
                 app = False
         if app:
-            self._records = TelemetryLog(settings, group)
+            self._records = TelemetryLog(settings, group, seconds=since)
 
     def close(self) -> None:
         """Close all clients."""
@@ -154,10 +164,18 @@ class LagMonitor:
         if self._records is not None:
             self._records.close()
 
+    @property
+    def operator(self) -> AdminClient | None:
+        """The reader of the app's state topic, for the thread that measures; None without such a topic."""
+        return self._operator
+
     def measure(self) -> LagView | None:
         """Measure now; None the first time, because there is nothing to compare with."""
         if self._records is not None:
-            self._totals.take(self._records.catch_up(1.0))
+            # The first answer decides whether an app seems to run, so a busy broker gets more time for it.
+            snapshots = self._records.catch_up(1.0 if self._before else 5.0)
+            self._totals.take(snapshots)
+            self._listen(snapshots)
         offsets, now = self._meter.partitions(), time.monotonic()
         reached = self._reached(offsets)
         for partition, at in reached.items():
@@ -210,6 +228,7 @@ class LagMonitor:
                 done=at - was.reached.get(partition, at),
                 lag=max(0, one.end - at),
             )
+        deserted = set() if starting is not None else self._deserted(running, wall)
         whole = _sum(list(movements.values()))
         views = []
         for partition, one in sorted(offsets.items()):
@@ -229,7 +248,7 @@ class LagMonitor:
                     pace=pace_of(
                         movement,
                         whole=whole,
-                        runs=silent is None and members != 0,
+                        runs=silent is None and members != 0 and partition not in deserted,
                         starting=starting is not None,
                         held_up=partition in blocked and blocked[partition].offset <= at_head,
                         stalled=stalled,
@@ -254,6 +273,22 @@ class LagMonitor:
             malformed={} if self._operator is None else dict(self._operator.malformed),
         )
 
+    def _deserted(self, running: list[Snapshot], wall: float) -> set[int]:
+        """Partitions of shards that do not run, while others do."""
+        if all(one.shard == str(WHOLE) for one in running):
+            return set()
+        started = {} if self._operator is None else self._operator.started_by_partition()
+        heard = self._totals.heard()
+        found = set[int]()
+        for partition, at in started.items():
+            last = heard.get(partition)
+            if last is not None and last.at > at:
+                if wall - last.at > EPOCH_GAP_SECONDS + 2 * last.interval:
+                    found.add(partition)
+            elif wall - at > STARTS_WITHIN_SECONDS:
+                found.add(partition)
+        return found
+
     def _starting(self, wall: float) -> float | None:
         """Seconds since a run took the app over, if its tasks have sent no telemetry yet; otherwise None."""
         started = None if self._operator is None or self._records is None else self._operator.started()
@@ -267,7 +302,10 @@ class LagMonitor:
         last = self._totals.latest
         if last is None:
             return 0
-        found = [one.outcomes for one in self._totals.of_epoch(last.epoch) if one.run == last.run]
+        if last.shard == str(WHOLE):
+            found = [one.outcomes for one in self._totals.of_epoch(last.epoch) if one.run == last.run]
+        else:  # shards have epochs of their own
+            found = [one.outcomes for one in self._totals.running(last.at)]
         return sum(counts[outcome] for counts in found for outcome in WITH_DEAD_LETTER)
 
 

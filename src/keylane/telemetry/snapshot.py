@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane import strict_json as wire
 from keylane.histogram import Histogram
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Snapshot:
     app: str
     source: str
     run: str
+    shard: str
+    """Of the run, such as ``3/8``; ``1/1`` if it processes all partitions."""
     epoch: int
     task: int
     plan: int
@@ -110,6 +113,8 @@ class Snapshot:
     processing: Histogram = field(default_factory=Histogram)
     """Seconds from its first attempt until it was done."""
     hot: tuple[HotFigures, ...] = ()
+    wall: str = ""
+    """Every lane with its slot, packed by :mod:`keylane.telemetry.lane_wall`; empty unless somebody looks."""
 
     def encode(self) -> bytes:
         """For :func:`decode`."""
@@ -126,6 +131,8 @@ class Snapshot:
                 value = _plain(value)
             elif one.name == "hot":
                 value = [_plain(hot) for hot in value]
+            elif one.name == "wall" and not value:
+                continue
             found[one.name] = value
         return json.dumps(found, separators=(",", ":")).encode()
 
@@ -144,7 +151,9 @@ def decode(value: bytes | None) -> Snapshot:
         found, "outcomes", "partitions", "breakers", "hot", "lanes", "latency", "processing"
     )
     outcomes = _object(outcomes, _ENTRIES_MAX)
-    plain = _typed(Snapshot, found)
+    wall = wire.text(found.get("wall", ""), _RECORD_BYTES_MAX)
+    plain = _typed(Snapshot, {"shard": str(WHOLE), **_object(found, _ENTRIES_MAX)}, without="wall")
+    plain["shard"] = str(Shard.parse(plain["shard"]))
     if not 0 < plain["interval"] <= _INTERVAL_SECONDS_MAX:  # as long as five of them a task counts as running
         raise wire.MalformedRecordError(
             f"expected an interval of at most {_INTERVAL_SECONDS_MAX} s, got {plain['interval']}"
@@ -163,6 +172,7 @@ def decode(value: bytes | None) -> Snapshot:
         lanes=LaneFigures(**_typed(LaneFigures, lanes)),
         latency=Histogram.from_json(latency),
         processing=Histogram.from_json(processing),
+        wall=wall,
         hot=tuple(HotFigures(**_typed(HotFigures, one)) for one in wire.array(hot, _ENTRIES_MAX)),
     )
 
@@ -180,9 +190,13 @@ _READERS: dict[str, Callable[[object], object]] = {
 """By the type that a field says it has."""
 
 
-def _typed(kind: type, found: object) -> dict[str, Any]:
+def _typed(kind: type, found: object, without: str = "") -> dict[str, Any]:
     """The fields of plain types."""
-    plain = {one.name: _READERS[str(one.type)] for one in fields(kind) if str(one.type) in _READERS}
+    plain = {
+        one.name: _READERS[str(one.type)]
+        for one in fields(kind)
+        if str(one.type) in _READERS and one.name != without
+    }
     return {
         name: read(value)
         for (name, read), value in zip(plain.items(), wire.fields(found, *plain), strict=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from keylane.errors import KeylaneError
 from keylane.offsets.metadata import METADATA_BYTES_MAX, decode, encode
+from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.range_progress import NEVER_MOVED, RangeWatermark, SharedPartition, in_common
 from keylane.offsets.slots import ALL
 from keylane.offsets.watermark import Watermark
@@ -14,6 +15,8 @@ from keylane.offsets.watermark import Watermark
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from keylane.engine.lane_state import Name as ValueName
+    from keylane.engine.lane_state import StoredValue
     from keylane.engine.version_store import Name
     from keylane.lanes.lane_record import RetryState
     from keylane.offsets.range_progress import Generation, RangeProgress
@@ -36,6 +39,8 @@ class DurableState:
     def __init__(self, app: AppSpec, redriven: set[int] | None = None) -> None:
         self.versions: dict[Name, VersionMark | None] = {}
         """In the order of writing."""
+        self.values: dict[ValueName, StoredValue] = {}
+        """Lane state."""
         self.redriven: set[int] = set() if redriven is None else redriven
         """Redriven dead letters, by their index in the sink's list."""
         self._app = app
@@ -57,6 +62,16 @@ class DurableState:
         for name, mark in entries.items():
             self.versions.pop(name, None)
             self.versions[name] = mark
+
+    def move_values(self, partitions: int) -> None:
+        """Move lane state to the partitions where its keys are now, because partitions were added."""
+        if not self._app.order.by_key:
+            return
+        for partition, lane, tag in list(self.values):
+            home = partition_of(lane, partitions)
+            if home != partition:
+                moved = self.values.pop((partition, lane, tag))
+                self.values.setdefault((home, lane, tag), moved)
 
     def begin(self, partition: int, slots: Slots = ALL) -> DurablePart:
         """The progress with which the owner of these slots begins."""

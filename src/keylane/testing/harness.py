@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import deque
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keylane.audit.violation import EventKind, HistoryEvent
 from keylane.engine.duplicates import Duplicates
+from keylane.engine.lane_state import VALUE
 from keylane.engine.stages import decoder, open_pipeline
 from keylane.engine.versions import reader_of
 from keylane.errors import SettingsError
@@ -74,6 +76,8 @@ class RunResult:
     """The same of unfinished messages in blocked lanes, and of dead letters of parked lanes; they are not lost."""
     gone: list[Position]
     """The same of messages that were deleted with their topic, and neither committed as done nor dead letters."""
+    states: dict[bytes, dict[str, Any]]
+    """Lane state that is committed: by lane (the key, with ``order="key"``) and name, the JSON values."""
     history: History
     verdict: Verdict
     """The result of :func:`keylane.testing.check`, which allows one repeat of a message for each crash or drain."""
@@ -224,6 +228,7 @@ class Harness:
             stale=sorted(self._world.stale),
             waiting=sorted(waiting),
             gone=sorted(self._gone - letters),
+            states=self._states(),
             history=history,
             verdict=check(
                 history,
@@ -330,6 +335,14 @@ class Harness:
         lane = self._app.order.lane_of(key, partition) if known is None else known[place]
         return lane is not None and lane == record.key
 
+    def _states(self) -> dict[bytes, dict[str, Any]]:
+        found: dict[bytes, dict[str, Any]] = {}
+        for (_, lane, tag), value in self._world.durable.values.items():
+            alive = not value.due or value.due > self._now * 1000
+            if tag.startswith(VALUE) and value.content is not None and alive:
+                found.setdefault(lane, {})[tag.removeprefix(VALUE)] = json.loads(value.content)
+        return found
+
     def _sent_twice(self) -> dict[Position, Position]:
         """Duplicates according to the log. Those that are parked may run in a redrive all the same."""
         twice: dict[Position, Position] = {}
@@ -362,6 +375,7 @@ class Harness:
         more = True
         while more:
             self._epochs += 1
+            self._world.durable.move_values(self.log.partitions)
             more = await self._epoch()
         self._now = asyncio.get_running_loop().time()
 

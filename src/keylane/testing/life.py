@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from keylane.engine.engine import Engine
+from keylane.engine.lane_state import MemoryValues
 from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.engine.version_store import Moves
 from keylane.lanes.lane_record import KEYLESS, LANE, LaneStatus, decode_lane
@@ -92,6 +93,7 @@ class TaskLife:
             progress=lambda partition: self.parts[partition].mark.progress(),
             read_to=self._read_to,
             store=moves.store,
+            values=MemoryValues(world.durable.values),
             wall=loop.time,
             rng=world.rng.random,
             source_id=f"recreated-{world.first}" if world.first else "",
@@ -182,8 +184,13 @@ class TaskLife:
         self.engine.stopped_lanes.committed(self._is_committed)
 
     def write_down(self) -> None:
-        """Record the redriven dead letters, and versions whose offsets are committed."""
+        """Record the redriven dead letters, and versions whose offsets are committed.
+
+        Not for an app with states: there a commit has recorded them, with what the letters have changed.
+        """
         engine, durable = self.engine, self._world.durable
+        if engine.states is not None:
+            return
         changed = {} if engine.versions is None else engine.versions.changed()
         versions = {name: mark for name, mark in changed.items() if self._is_committed(name[0], mark.offset)}
         redriven = frozenset(self.clerk.redriven)
@@ -203,11 +210,14 @@ class TaskLife:
             for partition, part in self.parts.items()
         ]
         versions = {} if engine.versions is None else engine.versions.changed()
+        states = {} if engine.states is None else engine.states.changed()
         redriven = frozenset(self.clerk.redriven)
 
         def write() -> None:
             for each in writes:
                 each()
+            if engine.states is not None:
+                engine.states.written(states)
             durable.write_versions(versions)
             if engine.versions is not None:
                 engine.versions.written(versions)
@@ -344,8 +354,28 @@ class CommandClerk:
             if not stops.is_over(lane_of(letter.record.key()))
         ]
         with_letters = {lane_of(letter.record.key()) for letter in found}
-        self._end(partition, commands, {lane_of(key) for key in commands} - with_letters)
-        await redriver.run(found, lambda lanes: self._end(partition, commands, lanes))
+        ends: list[asyncio.Future[None]] = []
+
+        def end(lanes: Collection[bytes | None]) -> None:
+            if engine.states is None:
+                self._end(partition, commands, lanes)
+            else:
+                ends.append(asyncio.ensure_future(self._end_committed(partition, commands, list(lanes))))
+
+        end({lane_of(key) for key in commands} - with_letters)
+        try:
+            await redriver.run(found, end)
+            await asyncio.gather(*ends)
+        finally:
+            for each in ends:
+                each.cancel()
+
+    async def _end_committed(
+        self, partition: int, commands: dict[bytes, bytes], lanes: Collection[bytes | None]
+    ) -> None:
+        """End these lanes' redrives when what their letters have changed is committed."""
+        await self._life.commit()
+        self._end(partition, commands, lanes)
 
     def _end(self, partition: int, commands: dict[bytes, bytes], lanes: Collection[bytes | None]) -> None:
         """All letters of these lanes are done: end their redrives, and their commands unless they were given again."""

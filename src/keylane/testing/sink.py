@@ -6,9 +6,10 @@ import asyncio
 import copy
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keylane.engine.result_ids import result_headers, result_id_prefix
+from keylane.engine.results import ResultRecord
 from keylane.errors import Poison
 from keylane.lanes.lane_record import KEYLESS, LANE
 from keylane.message import with_origin
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from keylane.engine.delivery import Delivery
-    from keylane.engine.dispatch import Result
     from keylane.engine.output import Then
     from keylane.message import Headers
     from keylane.policies.failure_info import FailureInfo
@@ -39,12 +39,14 @@ class Written:
     """A result in the sink."""
 
     key: bytes | None
-    value: bytes
+    value: Any
+    """Bytes, or None for a tombstone. The type is Any, so that tests of apps without tombstones need no check."""
     headers: Headers
     partition: int
     offset: int
     timestamp: int | None = None
-    """The timestamp of its message."""
+    """The timestamp of its message, if the result has none of its own."""
+    topic: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +149,23 @@ class MemorySink:
         """Write a result with the key and headers of its message and its own event id. Raises Poison if rejected."""
         if self._rejections:
             self._reject()
-        self._write(delivery, value, result_headers(delivery, result_id_prefix(self._app)), last=True)
+        record = ResultRecord(
+            topic=self._sink,
+            key=delivery.key,
+            value=value,
+            headers=result_headers(delivery, result_id_prefix(self._app)),
+            timestamp=delivery.timestamp,
+            plain=True,
+        )
+        self._write(delivery, record, [1])
 
-    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
+    def all_results(self, delivery: Delivery, records: Sequence[ResultRecord]) -> None:
         """Write several results, as :meth:`result`, each with its own event id."""
         if self._rejections:
             self._reject()
-        for number, (value, handler) in enumerate(values, 1):
-            headers = result_headers(delivery, result_id_prefix(self._app, handler))
-            self._write(delivery, value, headers, last=number == len(values))
+        left = [len(records)]
+        for record in records:
+            self._write(delivery, record, left)
 
     def _reject(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -164,11 +174,11 @@ class MemorySink:
             if within and self._rng.random() < rejection.chance:
                 raise Poison("the sink rejected the result")
 
-    def _write(self, delivery: Delivery, value: bytes, headers: Headers, *, last: bool) -> None:
-        key, topic, at = delivery.key, self._sink, delivery.timestamp
+    def _write(self, delivery: Delivery, record: ResultRecord, left: list[int]) -> None:
+        """Write one result. ``left``: how many of the message's results are not durable, shared by all of them."""
+        key, topic, at, value = record.key, record.topic, record.timestamp, record.value
         partition = self._log.choose(topic, key)
-        if self._origin:
-            headers = with_origin(delivery, headers)
+        headers = with_origin(delivery, record.headers) if self._origin else record.headers
 
         def write() -> None:
             offset = self._log.append(
@@ -176,12 +186,19 @@ class MemorySink:
             ).offset()
             self.results.append(
                 Written(
-                    key=key, value=value, headers=headers, partition=partition, offset=offset, timestamp=at
+                    key=key,
+                    value=value,
+                    headers=headers,
+                    partition=partition,
+                    offset=offset,
+                    timestamp=at,
+                    topic=topic,
                 )
             )
 
         def tell() -> None:
-            if last:  # the earlier ones are durable by now, because all go to one partition
+            left[0] -= 1
+            if not left[0]:
                 delivery(None, None)
                 delivery.engine.settle()
 

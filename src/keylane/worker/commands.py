@@ -21,7 +21,7 @@ from keylane.dlq.reader import (
 )
 from keylane.dlq.record import DeadLetter, DeadLetterKind, DeadLetterMessage, ExpectedOrigin
 from keylane.engine.redrive import RedriveItem, RedriveRounds
-from keylane.errors import KeylaneError
+from keylane.errors import AbortedError, KeylaneError
 from keylane.offsets.murmur2 import partition_of
 from keylane.offsets.offset_runs import OffsetRuns
 from keylane.offsets.slots import ALL
@@ -52,6 +52,7 @@ log = logging.getLogger("keylane.task")
 _REDRIVEN_AT_ONCE_MESSAGES = 1000
 """Dead letters that one round redrives at once, at most: they are in memory."""
 _RETRY_SECONDS = 5.0
+_COMMIT_RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,12 @@ class CommandExecutor(Contributor):
         self._collected = set()
 
     def _note_redriven(self) -> None:
-        """Put the redriven letters into the open transaction: the answers that follow say that they ran."""
+        """Put the redriven letters into the open transaction: the answers that follow say that they ran.
+
+        Not with lane state: then a commit has recorded them, together with what they have changed.
+        """
+        if self._engine.states is not None:
+            return
         changed = self._take_changed()
 
         def written(problem: str | None) -> None:
@@ -343,6 +349,7 @@ class CommandExecutor(Contributor):
             self._redriven[partition] = self._redriven[partition].union(copies)
             self._changed.add(partition)
         self._end(lanes, lanes.keys() - in_order.last.keys(), counts)
+        ends: list[asyncio.Future[None]] = []
         while rows := await asyncio.to_thread(in_order.rows.take, _REDRIVEN_AT_ONCE_MESSAGES):
             positions = [position for *_, position in rows]
             chunk = await asyncio.to_thread(
@@ -376,12 +383,36 @@ class CommandExecutor(Contributor):
                 for deliveries in done.values():
                     for delivery in deliveries:
                         counts[delivery.key][delivery.outcome] += 1
-                self._end(lanes, done.keys() & complete, counts)
+                if self._engine.states is None:
+                    self._end(lanes, done.keys() & complete, counts)
+                else:
+                    ends.append(
+                        asyncio.ensure_future(self._end_committed(lanes, done.keys() & complete, counts))
+                    )
 
             running = {self._engine.lane_key(item.record.key(), partition) for item in found}
-            self._end(lanes, complete - running, counts)
+            await self._end_committed(lanes, complete - running, counts)
             await redriver.run(found, count)
-        self._end(lanes, set(lanes), counts)
+        await asyncio.gather(*ends)
+        await self._end_committed(lanes, set(lanes), counts)
+
+    async def _end_committed(
+        self,
+        lanes: dict[bytes | None, list[Command]],
+        ended: Collection[bytes | None],
+        counts: Mapping[bytes | None, Counter[Outcome]],
+    ) -> None:
+        """:meth:`_end`; with lane state, when that is committed together with the letters that changed it."""
+        if self._engine.states is not None and ended:
+            while True:
+                try:
+                    await self._commit()
+                    break
+                except AbortedError:
+                    if self._app.delivery == "exactly_once":
+                        raise
+                    await asyncio.sleep(_COMMIT_RETRY_SECONDS)
+        self._end(lanes, ended, counts)
 
     def _end(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from keylane.kafka.client import TopicPartition
     from keylane.kafka.transactional_writer import StateRecord
 
-TopicRecord = tuple[str, bytes | None, bytes | None]
-"""Topic, value and key of a record."""
+
+class TopicRecord(NamedTuple):
+    """A record of another topic than the state topic."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    partition: int = -1
+    """-1: by the key."""
+    headers: Sequence[tuple[str, bytes | None]] = ()
+    report: Callable[[Any, Any], None] | None = None
+    """Called with an error or None, and the record, on the thread of the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from keylane.kafka.client import KafkaException, TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.metadata import METADATA_BYTES_MAX, stamp
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.rights import Operation, on_group, on_topic
 from keylane.state.labels import Labels
+from keylane.state.ownership import run_id
 from keylane.state.topic import ELSEWHERE, NOTHING, PROGRESS, RANGE, REDRIVEN, StateTopic
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ class EpochCommitter:
         run: str,
         identity: AppIdentity,
         since: Mapping[int, int] | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
+        self._shard = shard
         self._settings = settings
         self._app = app
         self._source = source
@@ -90,11 +94,11 @@ class EpochCommitter:
         """The state topic as it is now."""
         if self._producer is None:
             # Create the producer before checking who owns the app: after that no other run can come in between.
-            self._producer = transactional_producer(self._settings, f"{self._app}.run")
+            self._producer = transactional_producer(self._settings, run_id(self._app, self._shard))
             consumer = self._settings.consumer(self._app)
             self._group = consumer.consumer_group_metadata()
             consumer.close()
-        partitions = range(self._cluster.partitions(self._topic))
+        partitions = self._shard.of(range(self._cluster.partitions(self._topic)))
         if self._state is None:
             self._state = StateTopic(
                 self._settings,

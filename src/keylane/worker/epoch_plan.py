@@ -78,7 +78,7 @@ class EpochPlan:
             plan.settings,
             app.name,
             app.state,
-            range(plan.partitions),
+            sorted(self.starts),
             plan.run,
             since=self.since,
             labels=Labels(plan.identity),

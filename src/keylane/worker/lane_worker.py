@@ -356,6 +356,8 @@ class LaneWorker:
             used=lambda: fetcher.buffered,
             store=worker_session.versions,
             duplicates=worker_session.duplicates,
+            values=worker_session.values,
+            record_limit=worker_session.rules(app.lane_state).limit,
             source_id=worker_session.identity.source.id,
         )
         worker_session.duplicates = engine.duplicates
@@ -399,8 +401,10 @@ class LaneWorker:
             loop.create_task(commands.run()),
             loop.create_task(dead_letters.ship()),
         ]
+        if worker_session.values is not None:
+            background.append(loop.create_task(worker_session.values.flush_often()))
         if self._telemetry is not None:
-            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher)
+            self._telemetry.open(worker_session.sender, engine, steps, self._progress, fetcher, state)
             background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _fail_with(job, engine))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from keylane.ledger import Ledger, encode
 from keylane.outcome import Outcome
-from keylane.worker.commit import Contributor
+from keylane.worker.commit import Contributor, TopicRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ class LedgerWriter(Contributor):
     def collect(self, batch: CommitBatch, /) -> None:
         """Add the waiting records: they prove the progress in the same batch."""
         waiting, self._waiting = self._waiting, []
-        batch.records.extend((self._topic, value, key) for key, value in waiting)
+        batch.records.extend(TopicRecord(self._topic, value, key) for key, value in waiting)
         self._given += waiting
 
     def committed(self) -> None:

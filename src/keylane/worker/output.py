@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from keylane.denial import broker_error, is_denied
 from keylane.engine.output import SentAloneError
 from keylane.engine.result_ids import RESULT_ID_BYTES_MAX, result_headers, result_id_prefix
+from keylane.engine.results import only_row
 from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
 from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES, Rejections, is_rejection
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
 
     from keylane.dlq.writer import DeadLetterWriter
     from keylane.engine.delivery import Delivery
-    from keylane.engine.dispatch import Result
     from keylane.engine.engine import Engine
     from keylane.engine.output import Then
+    from keylane.engine.results import ResultRecord
     from keylane.kafka.client import Producer
+    from keylane.kafka.rejection import TopicRules
     from keylane.message import Headers
     from keylane.policies.failure_info import FailureInfo
     from keylane.spec import AppSpec
@@ -44,18 +48,25 @@ CLOCKS_APART_MS = 60_000
 
 
 class _AllAcknowledged:
-    """The delivery report of several results of one message: acknowledges it when all of them are durable."""
+    """The delivery report of several results of one message: acknowledges it when all of them are durable.
 
-    __slots__ = ("_delivery", "_left")
+    They may be in several partitions and topics, so later ones may be durable although an earlier one failed.
+    """
+
+    __slots__ = ("_delivery", "_failed", "_left")
 
     def __init__(self, delivery: Delivery, count: int) -> None:
         self._delivery = delivery
         self._left = count
+        self._failed = False
 
     def __call__(self, error: Any, message: Any) -> None:
         self._left -= 1
-        if error is not None or not self._left:
+        if error is not None:
+            self._failed = True
             self._delivery(error, message)
+        elif not self._left and not self._failed:
+            self._delivery(None, message)
 
 
 class _Rejected:
@@ -71,6 +82,17 @@ class _Rejected:
     def __call__(self, error: Any, _message: Any) -> None:
         if error is not None and is_rejection(error):
             self._rejections.set_reason(self._position, _why(self._sink, error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SinkTopic:
+    """What one of the app's sinks takes."""
+
+    limit: float
+    """Bytes of key, value and headers together."""
+    rules: TopicRules
+    origin: bool
+    """Whether its results carry the header ``origin-time``."""
 
 
 class _Alone:
@@ -128,7 +150,8 @@ class KafkaOutput:
         # The client checks the size of records outside transactions, with their headers.
         self._unchecked = -1 if self._exact else self._limit - 1024
         self._rules = worker_session.rules(self._sink)
-        self._oldest, self._newest = self._times()  # timestamps between these need no check
+        self._topics = self._sink_topics(stamps=stamps)
+        self._oldest, self._newest = _times(self._rules)  # timestamps between these need no check
         self._rejections = rejections or Rejections()
         self._alone: list[_Alone] = []  # waiting for the messages before them
         self._closed = False
@@ -158,12 +181,14 @@ class KafkaOutput:
         if self._origin:
             headers = with_origin(delivery, headers)
         if len(value) > self._unchecked:
-            self._check_size(delivery, value, headers)
+            self._check_size(self._sink, delivery.key, value, headers)
         stamp = delivery.timestamp or 0
         if not self._oldest <= stamp <= self._newest:
-            self._check_time(stamp)
+            self._check_time(self._sink, stamp)
         if self._producer is None:
-            self._put(delivery, value, headers)
+            self._put(
+                delivery, ((self._sink, value, delivery.key, ANY_PARTITION, None, None, stamp, headers),)
+            )
             delivery.engine.acknowledge(delivery)
         else:
             # Positional (…, partition, callback, on_delivery, timestamp, headers), because this is the hot path.
@@ -173,77 +198,77 @@ class KafkaOutput:
             else:
                 self._defer(self._producer, delivery, (record,))
 
-    def handled(self, delivery: Delivery, values: Sequence[Result]) -> None:
-        """Send all results of a message. Raises :class:`Poison` when one is too large for the sink: none is sent."""
+    def all_results(self, delivery: Delivery, records: Sequence[ResultRecord]) -> None:
+        """Send all results of a message. Raises :class:`Poison` when a sink takes one of them never: none is sent."""
         if not self._sink:
-            if len(values) > 1:
-                raise Poison(
-                    f"{len(values)} handlers returned a result; commit='epoch' has one row for a message, with one "
-                    "result: let only one of the handlers of a type return something"
-                )
-            self.result(delivery, values[0][0])
-            return
-        name = self._app.name
-        all_headers = [result_headers(delivery, result_id_prefix(name, handler)) for _, handler in values]
-        if self._origin:
-            all_headers = [with_origin(delivery, headers) for headers in all_headers]
-        for (value, _), headers in zip(values, all_headers, strict=True):
-            self._check_size(delivery, value, headers)
-        stamp = delivery.timestamp or 0
-        self._check_time(stamp)
-        if self._producer is None:
-            for (value, _), headers in zip(values, all_headers, strict=True):
-                self._put(delivery, value, headers)
+            delivery.value = only_row(records, "commit='epoch'").value
             delivery.engine.acknowledge(delivery)
             return
-        report = delivery if len(values) == 1 else _AllAcknowledged(delivery, len(values))
-        records = [
-            (self._sink, value, delivery.key, ANY_PARTITION, report, None, stamp, headers)
-            for (value, _), headers in zip(values, all_headers, strict=True)
-        ]
-        if self._direct:
-            self._give(self._producer, records, delivery.engine)
+        report: Any = delivery if len(records) == 1 else _AllAcknowledged(delivery, len(records))
+        produced = []
+        for record in records:
+            topic, headers, stamp = record.topic, record.headers, record.timestamp or 0
+            if self._topics[topic].origin:
+                headers = with_origin(delivery, headers)
+            self._check_size(topic, record.key, record.value, headers)
+            self._check_time(topic, stamp)
+            produced.append((topic, record.value, record.key, ANY_PARTITION, report, None, stamp, headers))
+        if self._producer is None:
+            self._put(delivery, produced)
+            delivery.engine.acknowledge(delivery)
+        elif self._direct:
+            self._give(self._producer, produced, delivery.engine)
         else:
-            self._defer(self._producer, delivery, records)
+            self._defer(self._producer, delivery, produced)
 
-    def _check_size(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
-        if self._size(delivery, value, headers) > self._limit:
+    def _sink_topics(self, *, stamps: bool) -> dict[str, _SinkTopic]:
+        """What each sink takes. The limit and ``stamps`` of the first one are those of the plan."""
+        found = {}
+        for topic in self._app.sinks:
+            rules = self._worker_session.rules(topic)
+            limit: float = rules.limit - RECORD_OVERHEAD_BYTES if rules.limit else inf
+            if topic == self._sink:
+                limit = self._limit
+            replaced = stamps if topic == self._sink else rules.stamps
+            origin = replaced if self._app.origin_time is None else self._app.origin_time
+            found[topic] = _SinkTopic(limit=limit, rules=rules, origin=origin)
+        return found
+
+    def _check_size(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> None:
+        limit = self._topics[topic].limit
+        carried = sum(len(name) + len(content or b"") + 8 for name, content in headers)
+        if len(value or b"") + len(key or b"") + carried > limit:
             raise Poison(
-                f"the result of {len(value):,} bytes is larger than topic {self._sink!r} takes "
-                f"(max.message.bytes less overhead: {self._limit:,})"
+                f"the result of {len(value or b''):,} bytes is larger than topic {topic!r} takes "
+                f"(max.message.bytes less overhead: {limit:,.0f})"
             )
 
-    def _check_time(self, stamp: int) -> None:
+    def _check_time(self, topic: str, stamp: int) -> None:
         """Raises :class:`Poison` when the sink takes no results of this time, allowing for clocks that differ."""
-        rules = self._rules
-        self._oldest, self._newest = self._times()
+        rules = self._topics[topic].rules
+        oldest, newest = _times(rules)
+        if topic == self._sink:
+            self._oldest, self._newest = oldest, newest
         for name, limit, over in (
-            ("before", rules.max_age_ms, self._oldest - stamp),
-            ("after", rules.max_ahead_ms, stamp - self._newest),
+            ("before", rules.max_age_ms, oldest - stamp),
+            ("after", rules.max_ahead_ms, stamp - newest),
         ):
             if stamp and over > CLOCKS_APART_MS:
                 raise Poison(
-                    f"the result has the time of its message, {stamp / 1000:.0f} s since 1970, which topic "
-                    f"{self._sink!r} does not take (message.timestamp.{name}.max.ms: {limit:.0f})"
+                    f"the result has the time {stamp / 1000:.0f} s since 1970, its own or its message's, which topic "
+                    f"{topic!r} does not take (message.timestamp.{name}.max.ms: {limit:.0f})"
                 )
 
-    def _times(self) -> tuple[int, int]:
-        """The oldest and the newest timestamp that the sink takes now, in milliseconds."""
-        now = int(time.time() * 1000)
-        before, after = (
-            int(min(limit, _NO_LIMIT_MS)) for limit in (self._rules.max_age_ms, self._rules.max_ahead_ms)
-        )
-        return now - before, now + after
-
-    def _put(self, delivery: Delivery, value: bytes, headers: Headers) -> None:
-        """Put a record into the open transaction. Raises :class:`Poison` when the sink has rejected it before."""
-        rejections, report = self._rejections, None
+    def _put(self, delivery: Delivery, produced: Sequence[tuple[Any, ...]]) -> None:
+        """Put a message's results into the open transaction. Raises :class:`Poison` when one was rejected before."""
+        rejections = self._rejections
         if rejections.alone:
             reason = rejections.reason(delivery.partition, delivery.offset)
             if reason is not None:
                 raise Poison(reason)
-            report = _Rejected(delivery, rejections, self._sink)
-        self._writer.put(self._sink, value, delivery.key, delivery.timestamp or 0, headers, report=report)
+        for topic, value, key, _, _, _, stamp, headers in produced:
+            report = _Rejected(delivery, rejections, topic) if rejections.alone else None
+            self._writer.put(topic, value, key, stamp, headers, report=report)
 
     def letter(
         self,
@@ -310,7 +335,7 @@ class KafkaOutput:
                 else:
                     self._answered(one, None)
             elif is_rejection(error):
-                self._answered(one, _why(self._sink, error))
+                self._answered(one, _why(topic, error))
             else:
                 one.delivery.engine.refused(one.delivery, error)
 
@@ -372,10 +397,10 @@ class KafkaOutput:
         except Exception as error:
             if isinstance(error, KafkaException) and is_rejection(error.args[0]):
                 if not gathered:
-                    raise Poison(_why(self._sink, error.args[0])) from error
+                    raise Poison(_why(record[0], error.args[0])) from error
                 record[4](error.args[0], None)
                 return
-            engine.fail(self._no_results(error))
+            engine.fail(self._no_results(error, record[0]))
 
     def look(self, engine: Engine) -> None:
         """Decide at intervals whether to gather results, by how many lanes or messages wait for the loop."""
@@ -388,7 +413,7 @@ class KafkaOutput:
             return
         gathered, self._gathers = self._gathers, self._least > BUSY_LOOP_LANES
         self._direct = not self._gathers and not self._is_careful()
-        self._oldest, self._newest = self._times()
+        self._oldest, self._newest = _times(self._rules)
         self._reviewed_at, self._least = now, waiting
         if gathered and not self._gathers:
             self._flush_gathered(self._producer, engine)  # before anything overtakes them
@@ -400,21 +425,24 @@ class KafkaOutput:
                 self._producer.poll(0)
             self._worker_session.poll()
         except KafkaException as error:
-            raise self._no_results(error) from error
+            raise self._no_results(error, *self._topics) from error
 
-    def _no_results(self, error: Exception) -> BrokerError:
-        what = f"topic {self._sink!r} takes no results"
+    @staticmethod
+    def _no_results(error: Exception, *topics: str) -> BrokerError:
+        what = f"topic {' or '.join(map(repr, topics))} takes no results"
         if isinstance(error, KafkaException):
             found = error.args[0]
             if is_denied(found):
-                return broker_error(what, found, on_topic(self._sink, Operation.WRITE))
+                return broker_error(what, found, *(on_topic(topic, Operation.WRITE) for topic in topics))
             return BrokerError(f"{what}: {found.str()}. What was not written runs again.")
         return BrokerError(f"{what}: {error}. What was not written runs again.")
 
-    @staticmethod
-    def _size(delivery: Delivery, value: bytes, headers: Headers) -> int:
-        carried = sum(len(name) + len(content or b"") + 8 for name, content in headers)
-        return len(value) + len(delivery.key or b"") + carried
+
+def _times(rules: TopicRules) -> tuple[int, int]:
+    """The oldest and the newest timestamp that a topic takes now, in milliseconds."""
+    now = int(time.time() * 1000)
+    before, after = (int(min(limit, _NO_LIMIT_MS)) for limit in (rules.max_age_ms, rules.max_ahead_ms))
+    return now - before, now + after
 
 
 def _why(sink: str, error: Any) -> str:

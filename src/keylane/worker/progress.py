@@ -37,6 +37,7 @@ from keylane.state.topic import (
 )
 from keylane.worker.attempt_records import AttemptRecords
 from keylane.worker.commit import Contributor
+from keylane.worker.state_records import StateRecords
 from keylane.worker.version_records import VersionRecords
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class ProgressTracker(Contributor):
         self.withheld: set[int] = set()
         """Partitions whose progress is left out of the current batch. What belongs to that progress must wait, too."""
         self.versions: VersionRecords | None = None
+        self.states: StateRecords | None = None
         self._app = app
         self._exact = app.delivery == "exactly_once"
         self._by_epoch = app.commit == "epoch"
@@ -132,7 +134,8 @@ class ProgressTracker(Contributor):
         if state.guard_reason:
             raise FailureGuardError(state.guard_reason)
         clean = ownership.claim(plan.slots)
-        if clean and not plan.cuts and worker_session.has_progress_for(plan.epoch, plan.starts):
+        unchanged = clean and not plan.cuts and worker_session.has_progress_for(plan.epoch, plan.starts)
+        if unchanged:
             self._committed = dict(worker_session.committed)
             self._committed_at = dict(worker_session.committed_at)
             self.watermarks = {p: Watermark(found) for p, found in worker_session.committed.items()}
@@ -146,6 +149,11 @@ class ProgressTracker(Contributor):
         if self.versions is not None:
             self.versions.restore(self.watermarks)
         state.versions = None  # from now on the task has the newest
+        if self._app.states:
+            self.states = StateRecords(
+                self._app, worker_session.lane_values(), state, plan.slots, plan.partitions
+            )
+            self.states.restore(unchanged=unchanged)
         self.restored = {p: mark.value for p, mark in self.watermarks.items()}
         return begins
 
@@ -316,6 +324,9 @@ class ProgressTracker(Contributor):
         """Set what is to be committed. Return the contributors that belong to the progress, in their order."""
         self._engine, self._commands = engine, commands
         contributors: list[Contributor] = [self, AttemptRecords(self._slots, self._attempts, engine.kept)]
+        if self.states is not None and engine.states is not None:
+            self.states.connect(engine.states)
+            contributors.append(self.states)
         if self.versions is not None and engine.versions is not None:
             self.versions.connect(engine.versions, self)
             commands.redriven_versions = self.versions.redriven_versions
@@ -407,7 +418,8 @@ class ProgressTracker(Contributor):
     def _may_write_large(self, partition: int, size: int, *, last: bool) -> bool:
         """Whether a record of this size may be written now. If so, the next one has to wait."""
         now, wait = time.monotonic(), size / _STATE_CHARACTERS_PER_SECOND
-        if self._exact:  # progress must not be left out of a transaction: delay the next transaction instead
+        # With exactly_once, and beside lane state, progress must not be left out: delay the next transaction instead.
+        if self._exact or self.states is not None:
             self.pause_seconds = max(self.pause_seconds, min(wait, TRANSACTION_SECONDS / 4))
         elif not last and now < self._not_before.get(partition, 0.0):
             self.withheld.add(partition)

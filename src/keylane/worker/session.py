@@ -23,6 +23,7 @@ from keylane.offsets.identity import AppIdentity
 from keylane.rights import Operation, ResourceKind, app_rights
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
+from keylane.worker.lane_values import LaneValues
 from keylane.worker.telemetry_sender import TelemetrySender
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class WorkerSession:
         """The partitions that the consumer is assigned, and its next offset in each."""
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
-        written = [*([app.sink] if app.sink else []), app.dlq]
+        in_transactions += [app.lane_state] if app.states else []
+        written = [*app.sinks, app.dlq]
         self._rules = self.cluster.rules([*written, *in_transactions])
         if app.delivery == "exactly_once":
             in_transactions += written
@@ -89,11 +91,14 @@ class WorkerSession:
             alone=alone,
             rights=[
                 right
-                for right in app_rights(app.name, app.source, app.sink, ledger=app.ledger is not None)
+                for right in app_rights(
+                    app.name, app.source, app.sinks, ledger=app.ledger is not None, states=bool(app.states)
+                )
                 if right.operation is Operation.WRITE or right.kind is ResourceKind.GROUP
             ],
         )
         self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
+        self.writer.source = app.source
         self.duplicates: Duplicates | None = None
         """The event ids of the last epoch."""
         self.versions: VersionStore | None = None
@@ -105,6 +110,8 @@ class WorkerSession:
         """The progress that it committed."""
         self.committed_at: dict[int, float] = {}
         """When it last committed each partition's offset, by the monotonic clock."""
+        self.values: LaneValues | None = None
+        """The lane state of the worker's ranges, for an app with states."""
         self._app = app
         self._sender: TelemetrySender | None = None
         self._state: StateTopic | None = None
@@ -124,8 +131,10 @@ class WorkerSession:
 
     def _create_producer(self, use: Use) -> Producer:
         results = use in ("results", "alone")
-        rules = self.rules((self._app.sink or "") if results else self._app.dlq)
-        record_limit = rules.record_limit if results else 0  # a dead letter may be compressed to fit
+        rules = [self.rules(topic) for topic in (self._app.sinks if results else (self._app.dlq,))]
+        # A dead letter may be compressed to fit. Of several sinks the output checks each one's limit.
+        limits = [each.record_limit for each in rules] if results else [0]
+        record_limit = max(limits) if limits and all(limits) else 0
         more: dict[str, object] = {"linger.ms": 1}
         if use == "results":
             more["linger.ms"] = dict(self.settings.extra).get("linger.ms", _RESULTS_LINGER_MS)
@@ -135,7 +144,7 @@ class WorkerSession:
             more = {"linger.ms": 0, "batch.num.messages": 1}
         if not results:  # a dead letter may go to the spool instead, a result only to the sink
             more["message.timeout.ms"] = int(_DEAD_LETTER_SECONDS * 1000)
-        return self.settings.producer(batch_limit=rules.limit, record_limit=record_limit, **more)
+        return self.settings.producer(batch_limit=smallest_limit(*rules), record_limit=record_limit, **more)
 
     def poll(self) -> None:
         """Serve delivery reports, except those of ``"results"``. Raises KafkaException when ``"alone"`` has failed."""
@@ -213,6 +222,12 @@ class WorkerSession:
         self._state.restore()
         return self._state
 
+    def lane_values(self) -> LaneValues:
+        """The lane state; created when it is first used. Blocks. Raises BrokerError."""
+        if self.values is None:
+            self.values = LaneValues(self.settings, self._app, self.cluster, self.identity)
+        return self.values
+
     def has_progress_for(self, epoch: int, starts: Mapping[int, int]) -> bool:
         """Whether the epoch before this one ended here, at these offsets. Then its progress is still right."""
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
@@ -235,6 +250,9 @@ class WorkerSession:
             self._sender.close()
         if self._state is not None:
             self._state.close()
+        if self.values is not None:
+            self.values.close()
+            self.values = None
 
 
 def _purge(client: Producer, *, in_flight: bool = False) -> int:

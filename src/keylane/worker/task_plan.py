@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ class TaskPlan:
     planned: float = 0.0
     """Unix time of the plan. All tasks of an epoch end together, also those that Spark starts later."""
     sink_limit: int
-    """The sink's ``max.message.bytes``."""
+    """The first sink's ``max.message.bytes``."""
     sink_stamps: bool = False
-    """Whether the sink gives records a timestamp of its own."""
+    """Whether the first sink gives records a timestamp of its own."""
     outcomes: str = "all"
     partitions: int
     """How many partitions of the source the app reads in this epoch."""
@@ -47,6 +48,8 @@ class TaskPlan:
     """The number of the last replan command that the plan takes into account."""
     since: Mapping[int, int] = field(default_factory=dict)
     """Where the state topic says that the app belongs to this run, for each of the task's partitions."""
+    shard: Shard = WHOLE
+    """The share of the partitions that the run processes."""
     keep_alive: float = 0.0
     """Seconds that the lanes keep running without a Spark task; 0: they are drained at the end of the epoch."""
     spark_task: int = 0

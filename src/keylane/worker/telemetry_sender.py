@@ -16,6 +16,7 @@ from keylane.errors import KeylaneError
 from keylane.kafka.client import KafkaException
 from keylane.lanes.lane_record import LaneStatus
 from keylane.safe_text import cut_bytes
+from keylane.telemetry.lane_wall import LANES_MAX, pack
 from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures, Snapshot
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from keylane.kafka.client import Producer
     from keylane.kafka.fetcher import Fetcher
     from keylane.kafka.settings import KafkaSettings
+    from keylane.lanes.lane_table import LaneState
     from keylane.outcome import Outcome
     from keylane.spec import AppSpec
+    from keylane.state.topic import StateTopic
     from keylane.worker.progress import ProgressTracker
     from keylane.worker.task_plan import TaskPlan
 
@@ -38,6 +41,9 @@ _RECORD_EXPIRES_SECONDS = 5.0
 """Age at which a record is not worth sending any more."""
 _HOT_KEYS_INTERVAL_SECONDS = 5.0
 """Time between two counts of the hot keys' backlogs."""
+_LANES_AT_ONCE = 250
+"""Lanes that are packed before the loop gets its turn."""
+_WALL_INTERVAL_SECONDS = 1.0
 _KEY_BYTES_MAX = 200
 """Bytes of a hot key that a record contains."""
 
@@ -124,6 +130,7 @@ class TelemetryWriter:
         self._interval = interval
         self._hot: tuple[HotFigures, ...] = ()
         self._hot_after = 0.0
+        self._wall, self._wall_after = "", 0.0
         self._before = _Counts()  # when the epoch began
         self._start_counting(plan)
         self._done, self._progressed = 0, self._began
@@ -135,6 +142,7 @@ class TelemetryWriter:
         self._steps: Sequence[Step]
         self._progress: ProgressTracker
         self._fetcher: Fetcher
+        self._state: StateTopic
 
     def open(
         self,
@@ -143,8 +151,10 @@ class TelemetryWriter:
         steps: Sequence[Step],
         progress_tracker: ProgressTracker,
         fetcher: Fetcher,
+        state: StateTopic,
     ) -> None:
         """Connect it to the engine and the clients."""
+        self._state = state
         self._sender, self._engine, self._steps = sender, engine, steps
         self._progress, self._fetcher = progress_tracker, fetcher
         self._before = _Counts(dropped=sender.dropped)
@@ -172,6 +182,9 @@ class TelemetryWriter:
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             due = max(due + self._interval, time.monotonic())
+            if self._state.watched_until > time.time() and time.monotonic() >= self._wall_after:
+                self._wall_after = time.monotonic() + _WALL_INTERVAL_SECONDS
+                self._wall = await self._pack_lanes()
             if not self._send_snapshot():
                 return
             self._meter.tick()
@@ -203,6 +216,7 @@ class TelemetryWriter:
             app=self._app.name,
             source=self._app.source,
             run=plan.run,
+            shard=str(plan.shard),
             epoch=plan.epoch,
             task=plan.task,
             plan=plan.replan,
@@ -235,7 +249,19 @@ class TelemetryWriter:
             latency=self._meter.latency,
             processing=self._meter.processing,
             hot=self._hot,
+            wall=self._wall,
         )
+
+    async def _pack_lanes(self) -> str:
+        """Pack all lanes, a few at a time: the loop has other work."""
+        found: list[tuple[int, LaneState]] = []
+        lanes = list(self._engine.table.lanes.values())[:LANES_MAX]
+        for begin in range(0, len(lanes), _LANES_AT_ONCE):
+            for lane in lanes[begin : begin + _LANES_AT_ONCE]:
+                one = lane.tail
+                found.append((self._app.slot_of(one.key, one.offset), lane.state))
+            await asyncio.sleep(0)
+        return pack(found)
 
     def _partition(self, partition: int, now: float) -> PartitionFigures:
         mark, flow = self._progress.watermarks[partition], self._fetcher.flows[partition]
@@ -256,6 +282,7 @@ class TelemetryWriter:
     def _send_snapshot(self, *, final: bool = False) -> bool:
         try:
             self._sender.send(str(self._plan.task).encode(), self.snapshot(final=final).encode())
+            self._wall = ""
         except Exception:  # wrong figures must not disturb the work
             log.exception("%s: telemetry stops, because its figures could not be collected", self._owner)
             return False

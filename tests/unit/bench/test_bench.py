@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench import ideal, report
 from bench.cli import main
-from bench.endurance import Sample, _heap, _left, drift, judge
+from bench.endurance import Sample, _left, drift, heap_mib, judge
 from bench.errors import BenchError
 from bench.progress import rate
 from bench.results import Column, ResultSheet
@@ -180,13 +180,13 @@ def test_a_lane_that_is_left_when_nothing_is_to_do_is_found(
 
 def test_heap_is_measured_after_a_full_collection(tmp_path: Path) -> None:
     log = tmp_path / "collections.log"
-    assert _heap(log) == 0
+    assert heap_mib(log) == 0
     log.write_text(
         "[1.2s][info][gc] GC(0) Pause Young (Normal) (G1 Evacuation Pause) 180M->45M(384M) 3.2ms\n"
         "[61.2s][info][gc] GC(1) Pause Full (G1 Periodic Collection) 90M->41M(150M) 93.1ms\n"
         "[62.2s][info][gc] GC(2) Pause Young (Normal) (G1 Evacuation Pause) 80M->55M(150M) 3.2ms\n"
     )
-    assert _heap(log) == 41
+    assert heap_mib(log) == 41
 
 
 def test_retry_of_one_stage_is_a_fifth_of_the_p99(

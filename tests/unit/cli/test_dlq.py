@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from keylane.cli import dlq
 from keylane.cli.arguments import moment, place
-from keylane.cli.dlq_summary import CAUSES_MAX, OTHERS, DeadLetterFilter, DeadLetterSummary, normalised
-from keylane.cli.keys import key_argument, parse_key, printable, show_key
 from keylane.cli.main import app, main
 from keylane.dlq.record import DeadLetter, DeadLetterKind, ExpectedOrigin, UnreadableDeadLetter
+from keylane.dlq.summary import CAUSES_MAX, OTHERS, DeadLetterFilter, DeadLetterSummary, normalised
 from keylane.errors import KeylaneError, SettingsError
+from keylane.key_text import key_argument, parse_key, printable, show_key
 from keylane.offsets.identity import TopicIdentity
 from keylane.policies.failure_info import FailedAttempt
 from keylane.safe_text import show_bytes
@@ -439,7 +439,7 @@ def test_list_can_show_single_letters(topic: Read) -> None:
     assert "hex:ff" in shown
     lines = facts("list", "chat", "--letters", "--limit", "2")
     assert lines["left_out"] == 1
-    assert "1 letters not shown (--limit)" in run("list", "chat", "--letters", "--limit", "2")
+    assert "1 dead letter not shown (--limit)" in run("list", "chat", "--letters", "--limit", "2")
     assert lines["list"][0] == {
         "position": "1@2",
         "source": "chat.in/1@102",

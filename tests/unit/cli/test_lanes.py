@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from keylane.cli import lanes
-from keylane.cli.layout import age
 from keylane.cli.main import app, main
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus
 from keylane.state.admin import AdminClient
 from keylane.state.answers import RedriveCounts
+from keylane.wording import age
 from support.state_log import AT, OWNER, StateLog, stopped
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def test_list_as_json(log: StateLog) -> None:
                 "letters": None,
                 "who": order.who,
                 "at": order.at,
+                "reason": None,
             }
         ],
     }
@@ -467,6 +468,7 @@ def test_audit_shows_operators_commands_and_results(log: StateLog) -> None:
         "cancels": None,
         "who": log.given[1].who,
         "at": log.given[1].at,
+        "reason": None,
         "waiting": False,
         "answer": {"ok": True, "result": "done", "owner": OWNER, "at": log.given[1].at + 0.3},
     }

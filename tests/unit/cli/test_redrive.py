@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from keylane.cli import redrive
-from keylane.cli import redrive_selection as selection_module
 from keylane.cli.main import app, main
-from keylane.cli.redrive_selection import LaneSelection, RedriveSelection, command_for
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus
+from keylane.state import redrive_choice
+from keylane.state import redrive_selection as selection_module
 from keylane.state.admin import AdminClient, new_command
 from keylane.state.answers import RedriveCounts
+from keylane.state.redrive_selection import LaneSelection, RedriveSelection, command_for
 from support.state_log import AT, StateLog, stopped
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def topic(log: StateLog, monkeypatch: pytest.MonkeyPatch) -> Topic:
             raise BrokerError(f"topic {name!r} does not exist")
         return (each for each in held if partitions is None or each.partition in partitions)
 
-    monkeypatch.setattr(redrive, "read_dead_letters", read_letters)
+    monkeypatch.setattr(redrive_choice, "read_dead_letters", read_letters)
     return held
 
 

@@ -359,7 +359,7 @@ def test_torn_letter_is_skipped_and_earlier_ones_shipped(
         assert spool.ship(topic.send) == 2
         assert topic.took == [entry(0), entry(1)]
         assert files(spool) == []
-        assert ("was not written to its end" in caplog.text) == (size > last)
+        assert ("of an unfinished dead letter" in caplog.text) == (size > last)
 
 
 def test_readable_letters_of_a_damaged_file_are_shipped(

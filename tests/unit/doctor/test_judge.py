@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NOW = 1_000_000_000.0
 DAY = 86_400
-APP = AppFacts(name="shop", source="orders", sink="receipts")
+APP = AppFacts(name="shop", source="orders", sinks=("receipts",))
 DRIVER = HostFacts(
     name="here", python="3.11.7", packages={"keylane": "0.1.0", "pyspark": "4.3.0", "blake3": "1.0"}
 )

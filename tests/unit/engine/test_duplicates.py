@@ -380,7 +380,7 @@ class Sink:
     def result(self, delivery: Delivery, value: bytes) -> None:
         self.given.append(delivery)
 
-    def handled(self, delivery: Delivery, values: Any) -> None:
+    def all_results(self, delivery: Delivery, values: Any) -> None:
         raise AssertionError("an app with stages has one result")
 
     def note(self, *given: Any) -> None:

@@ -828,7 +828,7 @@ class Sink:
             raise Poison("too large")
         self.given.append(delivery)
 
-    def handled(self, delivery: Delivery, values: Any) -> None:
+    def all_results(self, delivery: Delivery, values: Any) -> None:
         raise AssertionError("an app with stages has one result")
 
     def note(self, partition: int, name: bytes, value: bytes | None, then: Then) -> None:

@@ -6,10 +6,12 @@ import logging
 import os
 
 import pytest
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException
 
 from keylane.errors import BrokerError
 from keylane.kafka import cluster
-from keylane.kafka.cluster import PLANNER_RETRY_SECONDS, wait_for_cluster
+from keylane.kafka.cluster import PLANNER_RETRY_SECONDS, retry_while_moving, wait_for_cluster
 
 
 class Clock:
@@ -77,3 +79,18 @@ def test_planner_without_its_spark_stops_waiting(clock: Clock, monkeypatch: pyte
     with pytest.raises(BrokerError):
         planner.ask("ends")
     assert clock.now < 25
+
+
+@pytest.mark.parametrize("code", [ClientError.UNKNOWN_LEADER_EPOCH, ClientError.FENCED_LEADER_EPOCH])
+def test_leader_of_another_epoch_is_asked_again(clock: Clock, code: int) -> None:
+    """A new topic: the client knows its leader before the leader does, or knows only the one before."""
+    answers: list[KafkaException | int] = [KafkaException(ClientError(code)), 7]
+
+    def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, KafkaException):
+            raise answer
+        return answer
+
+    assert retry_while_moving(ask) == 7
+    assert 0 < clock.now < 1

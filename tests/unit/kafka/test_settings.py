@@ -180,9 +180,21 @@ def test_old_refusal_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.explain_no_answer().startswith("Is it running")
 
 
-def test_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keylane.kafka.cluster.REQUEST_SECONDS", 1)
-    with pytest.raises(
-        BrokerError, match=r"the host name could not be resolved; check .*no-such-host\.invalid"
-    ):
+def test_unknown_host_is_named_without_waiting_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keylane.kafka.cluster.REQUEST_SECONDS", 60)
+    with pytest.raises(BrokerError, match=r"the host name 'no-such-host\.invalid' is not known\. Check "):
         Cluster(KafkaSettings("no-such-host.invalid:9092")).topics()
+
+
+def test_host_is_unknown_only_when_all_are_and_the_dns_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = {"gone": socket.EAI_NONAME, "busy": socket.EAI_AGAIN}
+
+    def lookup(host: str, _port: None) -> list[object]:
+        if host in codes:
+            raise socket.gaierror(codes[host], "why")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert KafkaSettings("gone:1,gone:2").unknown_hosts()
+    assert not KafkaSettings("gone:1,there:2").unknown_hosts()
+    assert not KafkaSettings("busy:1").unknown_hosts()

@@ -120,7 +120,8 @@ def test_progress_of_an_aborted_transaction_is_not_sent_again(monkeypatch: pytes
             offsets: list[Any] = ["offset"]
             async with writer.exclusive():
                 writer.put_state(0, b"lane/k", b"blocked", told.append)
-                await writer.commit_with(offsets, [(0, b"progress", value)], [("ledger", b"l" + value, b"k")])
+                ledger = "ledger", b"l" + value, b"k", -1, (), None
+                await writer.commit_with(offsets, [(0, b"progress", value)], [ledger])
 
         with pytest.raises(AbortedError):
             await progress(b"5")
@@ -163,9 +164,9 @@ def test_a_record_larger_than_its_topic_takes_is_left_out(monkeypatch: pytest.Mo
         async with writer.exclusive():
             await writer.commit_with(
                 records=[
-                    ("app.ledger", b"1", b"k" * 1_000),
-                    ("app.ledger", b"2", b"k"),
-                    ("other", b"3", b"k" * 1_000),
+                    ("app.ledger", b"1", b"k" * 1_000, -1, (), None),
+                    ("app.ledger", b"2", b"k", -1, (), None),
+                    ("other", b"3", b"k" * 1_000, -1, (), None),
                 ]
             )
 

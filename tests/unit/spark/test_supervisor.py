@@ -77,8 +77,8 @@ def test_the_wait_doubles_from_one_second_to_thirty() -> None:
     world = World(*[(2, error)] * 7, (2, None))
     assert world.run() is None
     assert gaps(world, [2] * 8) == [1, 2, 4, 8, 16, 30, 30]
-    assert world.said[0] == "the query failed: no answer. It is started again in 1 s (failure 1 in a row)"
-    assert world.said[6] == "the query failed: no answer. It is started again in 30 s (failure 7 in a row)"
+    assert world.said[0] == "the query failed: no answer. Restarting it in 1 s (failure 1 in a row)"
+    assert world.said[6] == "the query failed: no answer. Restarting it in 30 s (failure 7 in a row)"
     assert len(world.said) == 7
 
 

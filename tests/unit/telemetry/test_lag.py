@@ -12,18 +12,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from keylane.cli import lag as lag_command
-from keylane.cli import source_topic as source
 from keylane.cli.arguments import app_name
-from keylane.cli.lag_view import facts, reasons, shown
+from keylane.cli.lag_view import shown
 from keylane.cli.main import app, main
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.oldest_pending import OldestPending
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus, RetryState
 from keylane.telemetry import lag_monitor as lag_monitor_module
+from keylane.telemetry import source_topic as source
 from keylane.telemetry.lag import PartitionLag
 from keylane.telemetry.lag_monitor import LagView, PartitionView
 from keylane.telemetry.lag_trend import LagMovement, LagTrend, WorkInProgress, pace_of, work_on
+from keylane.telemetry.lag_words import facts, reasons
 from keylane.telemetry.snapshot import HotFigures, LaneFigures, PartitionFigures
 from support.snapshots import histogram, snapshot
 from support.state_log import stopped
@@ -423,6 +424,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.end, self.committed = 1000, 100
         self.started: float | None = None
+        self.partitions = 1
         self.told: list[Snapshot] = []
         self.lanes: list[LaneRecord] = []
         broker = self
@@ -430,7 +432,8 @@ class Cluster:
         class Meter:
             def __init__(self, *_: object, committed: bool) -> None: ...
             def partitions(self) -> dict[int, PartitionLag]:
-                return {0: PartitionLag(begin=0, end=broker.end, committed=broker.committed)}
+                one = PartitionLag(begin=0, end=broker.end, committed=broker.committed)
+                return dict.fromkeys(range(broker.partitions), one)
 
         class Heads:
             def __init__(self, *_: object) -> None: ...
@@ -447,6 +450,9 @@ class Cluster:
             def close(self) -> None: ...
             def started(self) -> float | None:
                 return broker.started
+
+            def started_by_partition(self) -> dict[int, float]:
+                return dict.fromkeys(range(broker.partitions), broker.started or 0.0)
 
             def lanes(self) -> list[LaneRecord]:
                 return broker.lanes
@@ -620,3 +626,28 @@ def test_lane_blocked_at_a_later_offset_delays_nothing(monkeypatch: pytest.Monke
     assert found.partitions[0].blocked == cluster.lanes[0]
     cluster.committed = 700
     assert cluster.looked().pace is LagTrend.STUCK
+
+
+def test_shard_that_does_not_run_is_not_hidden_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+
+    cluster.partitions, cluster.started = 2, time.time() - 40
+    figures = PartitionFigures(
+        watermark=100, position=1000, end=1000, held=9, away=0, paused=False, moved=time.time()
+    )
+    for ago, pace in ((2, LagTrend.CATCHING_UP), (8, LagTrend.NOT_RUNNING), (13, LagTrend.NOT_RUNNING)):
+        cluster.tell(
+            100, shard="1/2", run="one", life="one", lanes=LaneFigures(running=3), processing=histogram(0.1)
+        )
+        cluster.tell(
+            100,
+            ago=ago,
+            shard="2/2",
+            run="two",
+            life="two",
+            partitions={1: figures},
+            lanes=LaneFigures(running=3),
+            processing=histogram(0.1),
+        )
+        found = cluster.looked()
+        assert [one.pace for one in found.partitions] == [LagTrend.CATCHING_UP, pace], ago

@@ -66,7 +66,7 @@ def test_scrape_shows_the_telemetry_of_all_tasks() -> None:
     assert found['keylane_breaker_state{app="chat",stage="pay"}'] == 3
     assert found['keylane_partition_lag{app="chat",partition="0",topic="chat.in"}'] == 15
     assert found['keylane_partition_lag{app="chat",partition="1",topic="chat.in"}'] == 6
-    assert found['keylane_held_messages{app="chat",task="1"}'] == 7
+    assert found['keylane_held_messages{app="chat",shard="1/1",task="1"}'] == 7
     assert found['keylane_hottest_key_waiting{app="chat"}'] == 77
     assert found['keylane_latency_seconds_count{app="chat"}'] == 2
     assert found['keylane_latency_seconds_bucket{app="chat",le="+Inf"}'] == 2

@@ -21,7 +21,7 @@ class Sink:
     def collect(self, ledger: LedgerWriter) -> None:
         batch = CommitBatch(room=1000)
         ledger.collect(batch)
-        self.records += [(topic, json.loads(value or b""), key) for topic, value, key in batch.records]
+        self.records += [(one.topic, json.loads(one.value or b""), one.key) for one in batch.records]
 
 
 class Behind:

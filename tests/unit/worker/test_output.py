@@ -10,14 +10,15 @@ from confluent_kafka import KafkaException
 
 from keylane import App
 from keylane.engine.delivery import Delivery
-from keylane.errors import BrokerError
-from keylane.kafka.rejection import NO_RULES
+from keylane.engine.results import ResultRecord
+from keylane.errors import BrokerError, Poison
+from keylane.kafka.rejection import NO_RULES, TopicRules
 from keylane.testing.log import MemoryRecord
 from keylane.worker import output as module
 from keylane.worker.output import BUSY_LOOP_LANES, KafkaOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from keylane.dlq.writer import DeadLetterWriter
     from keylane.engine.engine import Engine
@@ -30,6 +31,7 @@ class Client:
     def __init__(self, refuses: int = -1) -> None:
         self.refuses = refuses
         self.taken: list[int] = []
+        self.produced: list[tuple[Any, ...]] = []
         self.room = 1_000
         self.reports: list[Callable[[], None]] = []
 
@@ -42,10 +44,11 @@ class Client:
         if not self.room:
             raise BufferError
         self.room -= 1
-        offset = record[4].offset  # the delivery, which is also the report
+        offset = getattr(record[4], "offset", -2)  # of the delivery, which is also the report of one result
         if offset == self.refuses:
             raise KafkaException(ClientError(ClientError._UNKNOWN_TOPIC))
         self.taken.append(offset)
+        self.produced.append(record)
 
 
 class Bench:
@@ -54,7 +57,10 @@ class Bench:
     With ``held`` the task is behind by this many messages.
     """
 
-    def __init__(self, client: Client, waiting: int, *, held: int = 0) -> None:
+    def __init__(
+        self, client: Client, waiting: int, *, held: int = 0, rules: Mapping[str, TopicRules] | None = None
+    ) -> None:
+        self.refused: list[tuple[int, Any]] = []
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.engine = cast(
             "Engine",
@@ -63,6 +69,8 @@ class Bench:
                 fail=self._fail,
                 source_id="",
                 held=held,
+                acknowledged=[],
+                refused=lambda delivery, error: self.refused.append((delivery.offset, error)),
                 behind=bool(held),
                 table=SimpleNamespace(ready=range(waiting)),
             ),
@@ -72,11 +80,11 @@ class Bench:
             SimpleNamespace(
                 writer=None,
                 producer=lambda _use: client,
-                rules=lambda _topic: NO_RULES,
+                rules=lambda topic: (rules or {}).get(topic, NO_RULES),
                 poll=lambda: None,
             ),
         )
-        app = App("a", source="in", sink="out")
+        app = App("a", source="in", sinks=("out", "more"))
         self.output = KafkaOutput(worker_session, cast("DeadLetterWriter", None), app.spec, limit=1_000_000)
         for _ in range(2):  # as it was at every look since the last time
             self.output.look(self.engine)
@@ -89,6 +97,18 @@ class Bench:
         for offset in offsets:
             record = MemoryRecord(topic="in", partition=0, offset=offset, key=b"k", value=b"v", timestamp=0)
             self.output.result(Delivery(record, self.engine), b"v")
+
+    def several(self, offset: int, *records: ResultRecord) -> Delivery:
+        made = MemoryRecord(topic="in", partition=0, offset=offset, key=b"k", value=b"v", timestamp=0)
+        delivery = Delivery(made, self.engine)
+        self.output.all_results(delivery, records)
+        return delivery
+
+
+def record(value: bytes | None, *, topic: str = "out", key: bytes = b"k", timestamp: int = 0) -> ResultRecord:
+    return ResultRecord(
+        topic=topic, key=key, value=value, headers=[("event-id", b"e")], timestamp=timestamp, plain=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -191,5 +211,89 @@ def test_gathered_results_are_not_sent_after_the_end() -> None:
         bench.output.close()
         await asyncio.sleep(0.1)
         assert client.taken == []
+
+    asyncio.run(test())
+
+
+# Several results of a message.
+
+
+def test_results_of_a_message_are_handed_over_in_order() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, CALM)
+        bench.several(0, record(b"1"), record(None, topic="more", key=b"x", timestamp=5))
+        assert [(each[0], each[1], each[2], each[6]) for each in client.produced] == [
+            ("out", b"1", b"k", 0),
+            ("more", None, b"x", 5),
+        ]
+
+    asyncio.run(test())
+
+
+def test_message_is_acknowledged_when_all_its_results_are() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, CALM)
+        delivery = bench.several(0, record(b"1"), record(b"2"), record(b"3"))
+        for produced in client.produced:
+            assert bench.engine.acknowledged == []
+            produced[4](None, None)
+        assert bench.engine.acknowledged == [delivery]
+
+    asyncio.run(test())
+
+
+def test_message_with_a_lost_result_is_never_acknowledged() -> None:
+    """A later result is in another partition, and is acknowledged after the earlier one has failed."""
+
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, CALM)
+        bench.several(0, record(b"1"), record(b"2", topic="more"))
+        error = ClientError(ClientError.MSG_SIZE_TOO_LARGE)
+        client.produced[0][4](error, None)
+        client.produced[1][4](None, None)
+        assert bench.engine.acknowledged == []
+        assert bench.refused == [(0, error)]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (
+            record(b"x" * 2000, topic="more"),
+            "larger than topic 'more' takes (max.message.bytes less overhead: 872)",
+        ),
+        (
+            record(b"2", topic="more", timestamp=1 << 50),
+            "which topic 'more' does not take (message.timestamp.after",
+        ),
+    ],
+    ids=["size", "time"],
+)
+def test_no_result_is_sent_when_a_sink_can_never_take_one(bad: ResultRecord, complaint: str) -> None:
+    async def test() -> None:
+        client = Client()
+        rules = {"more": TopicRules(limit=1000, max_ahead_ms=1000.0)}
+        with pytest.raises(Poison) as caught:
+            Bench(client, CALM, rules=rules).several(0, record(b"x" * 2000), bad)
+        assert complaint in str(caught.value)
+        assert client.produced == []
+
+    asyncio.run(test())
+
+
+def test_sink_that_stamps_records_gets_the_origin_time() -> None:
+    async def test() -> None:
+        client = Client()
+        bench = Bench(client, CALM, rules={"more": TopicRules(stamps=True)})
+        bench.several(0, record(b"1"), record(b"2", topic="more"))
+        assert [[name for name, _ in each[7]] for each in client.produced] == [
+            ["event-id"],
+            ["event-id", "origin-time"],
+        ]
 
     asyncio.run(test())

@@ -24,7 +24,7 @@ from keylane.testing import MemoryRecord
 from keylane.worker.output import KafkaOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from keylane.dlq.writer import DeadLetterWriter
@@ -83,8 +83,9 @@ class Model:
         self.app = App("a", source="in", sink="out", failure_guard=None)
 
         @self.app.stage
-        async def work(msg: Message) -> bytes:
-            return bytes(msg.value)
+        async def work(msg: Message) -> AsyncIterator[bytes]:
+            for value in msg.value.split(b"|"):
+                yield value
 
     async def run(self) -> None:
         while len(self.done) < len(self.records):
@@ -153,6 +154,38 @@ def test_only_rejected_results_fail_and_order_is_kept(given: list[tuple[bytes, b
     assert sorted(model.letters) == sorted(v for _, v in values if v.startswith(BAD))  # type: ignore[type-var]
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([b"k0", b"k1", b"k2"]), st.lists(st.booleans(), min_size=1, max_size=4)),
+        max_size=25,
+    ),
+    st.integers(1, 12),
+)
+def test_one_rejected_result_of_several_fails_only_its_message(
+    given: list[tuple[bytes, list[bool]]], size: int
+) -> None:
+    """What is before it may be in the sink, also more than once, and nothing of what is behind it."""
+    values = [
+        (key, b"|".join((BAD if bad else b"ok") + b"%d.%d" % (n, place) for place, bad in enumerate(several)))
+        for n, (key, several) in enumerate(given)
+    ]
+    model = Model(values, size)
+    asyncio.run(model.run())
+    for key in {key for key, _ in values}:
+        expected, optional = [], set()
+        for value in (value for each, value in values if each == key):
+            before, bad, _ = value.partition(BAD)
+            parts = before.rstrip(b"|").split(b"|") if before else []
+            expected += parts
+            if bad:
+                optional.update(parts)
+        found = list(dict.fromkeys(value for each, value in model.sink if each == key))
+        assert [value for value in expected if value in found] == found
+        assert set(expected) - set(found) <= optional
+    assert sorted(model.letters) == sorted(v for _, v in values if BAD in v)  # type: ignore[type-var]
+
+
 def test_many_rejected_results_make_a_task_begin_again_once() -> None:
     model = Model([(b"k%d" % (n % 9), (BAD if n % 3 else b"ok") + b"%d" % n) for n in range(300)], 10)
     asyncio.run(model.run())
@@ -185,11 +218,11 @@ def test_a_time_beyond_the_sinks_rules_is_poison() -> None:
             cast("WorkerSession", worker_session), cast("DeadLetterWriter", None), app.spec, limit=1_000_000
         )
         now = int(time.time() * 1000)
-        output._check_time(0)
-        output._check_time(now - 10**12)
-        output._check_time(now + 50_000)  # clocks differ: the broker says
+        output._check_time("out", 0)
+        output._check_time("out", now - 10**12)
+        output._check_time("out", now + 50_000)  # clocks differ: the broker says
         with pytest.raises(Poison, match=r"message\.timestamp\.after\.max\.ms: 1000"):
-            output._check_time(now + 100_000)
+            output._check_time("out", now + 100_000)
 
     asyncio.run(test())
 

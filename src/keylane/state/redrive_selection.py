@@ -6,16 +6,19 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from keylane.cli.dlq_summary import Cause, Causes
-from keylane.cli.keys import key_argument, printable, show_key
-from keylane.cli.layout import counted
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
+from keylane.dlq.summary import Cause, Causes
 from keylane.errors import SettingsError
+from keylane.key_text import key_argument, printable, show_key
 from keylane.lanes.lane_record import LaneRecord, LaneStatus
-from keylane.offsets.identity import TopicIdentity
 from keylane.state.admin import new_command
-from keylane.state.commands import Command
+from keylane.wording import counted
+
+if TYPE_CHECKING:
+    from keylane.offsets.identity import TopicIdentity
+    from keylane.state.commands import Command
 
 COMMAND_BYTES_MAX = 900_000
 """Largest size of a command in bytes, below a topic's usual limit of 1 MiB: about 60,000 dead letters."""
@@ -148,7 +151,15 @@ class RedriveSelection:
         return [lot for lot in self._lots.values() if lot.chosen or (lot.parked and not len(lot))]
 
 
-def command_for(app: str, lot: LaneSelection, open_commands: Iterable[Command], *, whole: bool) -> Command:
+def command_for(
+    app: str,
+    lot: LaneSelection,
+    open_commands: Iterable[Command],
+    *,
+    whole: bool,
+    reason: str = "",
+    who: str | None = None,
+) -> Command:
     """Return the command that redrives this lane's selection, reusing an equal one that is waiting.
 
     ``whole``: all of the lane's dead letters, also those that arrive meanwhile. A parked lane is always redriven
@@ -166,11 +177,13 @@ def command_for(app: str, lot: LaneSelection, open_commands: Iterable[Command], 
     for command in open_commands:
         if command.letters is None or (letters is not None and set(letters) <= set(command.letters)):
             return command
-    command = new_command("redrive", partition=lot.partition, key=lot.key, letters=letters)
+    command = new_command(
+        "redrive", partition=lot.partition, key=lot.key, letters=letters, reason=reason, who=who
+    )
     if len(command.encode()) + len(command.name) <= COMMAND_BYTES_MAX:
         return command
     if lot.chosen == len(lot):
-        return new_command("redrive", partition=lot.partition, key=lot.key)
+        return new_command("redrive", partition=lot.partition, key=lot.key, reason=reason, who=who)
     raise SettingsError(
         f"{lot.name}: {lot.chosen:,} single dead letters are too many for one command. Choose fewer "
         f"at a time, or all of them: keylane dlq redrive {app}{_lane_option(lot)}"

@@ -1,17 +1,19 @@
-"""Stopped lanes, and selection of the lanes for a command."""
+"""Stopped lanes, with the commands that wait for them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from keylane.cli.arguments import place
-from keylane.cli.keys import key_argument, parse_key, printable, show_key
-from keylane.errors import SettingsError
+from keylane.key_text import key_argument, printable, show_key
 from keylane.lanes.lane_record import LaneRecord, LaneStatus
-from keylane.state.admin import AuditEntry
-from keylane.state.commands import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from keylane.state.admin import AuditEntry
+    from keylane.state.commands import Command
 
 WORDS = {LaneStatus.BLOCKED: "blocked", LaneStatus.PARKED: "parked", LaneStatus.SKIPPING: "being skipped"}
 
@@ -89,41 +91,6 @@ def totals(lanes: Iterable[StoppedLane]) -> str:
     counts = Counter(None if lane.record is None else lane.record.stop for lane in lanes)
     words = [f"{counts[stop]:,} {word}" for stop, word in WORDS.items() if counts[stop]]
     return ", ".join([*words, f"{counts[None]:,} with only a waiting command"] if counts[None] else words)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedLane:
-    """The lane that a command names: by its key, or by the position where it stopped."""
-
-    key: bytes | None
-    at: tuple[int, int] | None
-
-    @classmethod
-    def parse(cls, key: str | None, at: str | None) -> NamedLane:
-        """Parse the key or the position. Raises SettingsError unless exactly one is given."""
-        if (key is None) == (at is None):
-            raise SettingsError("expected one lane: its KEY, or --at PARTITION@OFFSET")
-        return cls(key=None if key is None else parse_key(key), at=None if at is None else place(at))
-
-    def of(self, lanes: Iterable[StoppedLane]) -> list[StoppedLane]:
-        """Return the matching lanes: usually one; a key may have been in two partitions."""
-        if self.at is not None:
-            return [lane for lane in lanes if (lane.partition, lane.offset) == self.at]
-        return [lane for lane in lanes if lane.key == self.key]
-
-    def takes(self, command: Command) -> bool:
-        """Return whether the command is for this lane."""
-        return command.key == self.key if self.at is None else (command.partition, command.offset) == self.at
-
-    def __str__(self) -> str:
-        """Name for a sentence."""
-        return lane_name(self.key, "") if self.at is None else f"the message at {self.at[0]}@{self.at[1]}"
-
-    def not_stopped(self, app: str) -> str:
-        """Return a sentence saying that this lane has not stopped."""
-        if self.at is not None:
-            return f"no lane of app {app!r} has stopped at {self.at[0]}@{self.at[1]}"
-        return f"{lane_name(self.key, '')} of app {app!r} has not stopped"
 
 
 def trail(audit: Sequence[AuditEntry], lane: StoppedLane) -> list[AuditEntry]:

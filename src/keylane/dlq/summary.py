@@ -5,12 +5,15 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from keylane.dlq.disk_table import DiskTable
 from keylane.dlq.reader import SeenDeadLetters
 from keylane.dlq.record import DeadLetter, DeadLetterKind, UnreadableDeadLetter
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
 
 UNREADABLE_RECORDS_SHOWN = 20
 _CAUSE_CHARACTERS_MAX = 300

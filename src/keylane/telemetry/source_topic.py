@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from keylane.cli.layout import age
 from keylane.errors import SettingsError
 from keylane.state.admin import AdminClient
 from keylane.telemetry.lag_monitor import STARTS_WITHIN_SECONDS
 from keylane.telemetry.reader import TelemetryLog
+from keylane.wording import age
 
 if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
