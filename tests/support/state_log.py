@@ -147,7 +147,7 @@ class StateLog:
         self.polls = 0
         self.closed = 0
         self.room = 1_000_000
-        self.refuses: str | None = None
+        self.refuses: object = None
         self.app: Callable[[Command], None] | None = None
         self.topics = {"chat.state": partitions, "chat.dlq": partitions}
         monkeypatch.setattr(KafkaSettings, "admin", lambda _settings: None)
