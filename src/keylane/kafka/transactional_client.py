@@ -300,7 +300,8 @@ class TransactionalClient:
     def _find_unwritable(self) -> set[str]:
         """Topics that this user may not write to, as far as the broker tells: its error names none."""
         topics = [right.name for right in self._rights if right.kind is ResourceKind.TOPIC]
-        asked = self._settings.admin().describe_topics(
+        admin = self._settings.admin()  # kept: the futures of a garbage-collected client never complete
+        asked = admin.describe_topics(
             TopicCollection(topics), include_authorized_operations=True, request_timeout=REQUEST_SECONDS
         )
         found = set()
