@@ -163,8 +163,8 @@ NEEDED = [right for right in app_rights("APP", "source", ["sink"], ledger=True) 
 GROUP = next(right for right in NEEDED if right.kind is ResourceKind.GROUP)
 
 
-# Without a right on the group the doctor answers "unknown" for now: the client waits for a coordinator instead of saying
-# that it was denied. The test below covers that.
+# Without a right on the group the doctor answers "unknown" for now: the client waits for a coordinator, and does not
+# say that it was denied. The test below covers that.
 @pytest.mark.parametrize("right", [each for each in NEEDED if each is not GROUP], ids=str)
 def test_missing_right_is_named_and_ends_the_run(secured: Broker, log: Log, right: Right) -> None:
     name = f"missing{next(_numbers)}"
