@@ -412,6 +412,12 @@ class Engine:
         slot_of = self._slot_of
         return lambda found, key, offset: found == partition and slot_of(key, offset) in slots
 
+    def change_share(self, share: float) -> None:
+        """The task has this part of the app's rates from now on."""
+        for step in self._pipeline.opened:
+            if step.rate is not None:
+                step.rate.change_share(share)
+
     async def abort(self) -> bool:
         """Cancel what runs, without waiting for results. Nothing that was running is done.
 

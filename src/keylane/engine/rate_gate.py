@@ -63,6 +63,15 @@ class RateGate:
         if self._rate is not None:
             self._limit = RateLimit(self._rate, share)
 
+    def change_share(self, share: float) -> None:
+        """The task has another part of the rate from now on: ranges have come or gone."""
+        if self._rate is not None and self._limit is not None:
+            self._limit.change_share(self._rate, share, self._loop.time())
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timer_at = None, inf
+            self._arm()
+
     def guard(self, call: Callable[[Message], Awaitable[Any]]) -> Callable[[Message], Awaitable[Any]]:
         """Wrap the stage's call. The wrapper raises :class:`NotAdmittedError` if no call may start now."""
 

@@ -53,6 +53,12 @@ class RateLimit:
         self._tolerance = max(0.0, CATCH_UP_SECONDS - self._interval)
         self._next = -inf  # when the next call would start if all were on time
 
+    def change_share(self, rate: Rate, share: float, now: float) -> None:
+        """The task has another part of the rate from now on. Calls that were made count at their own rate."""
+        self._interval = rate.interval / share if share > 0 else inf
+        self._tolerance = max(0.0, CATCH_UP_SECONDS - self._interval)
+        self._next = min(self._next, now + self._tolerance + self._interval)
+
     def admit(self, now: float) -> bool:
         """Whether a call may start now; if so, it counts."""
         on_time = max(self._next, now)

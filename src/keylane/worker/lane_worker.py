@@ -41,6 +41,7 @@ from keylane.worker.ledger_writer import LedgerWriter
 from keylane.worker.outcome_rows import OutcomeRows
 from keylane.worker.output import BUSY_LOOP_LANES, LAST_REPORTS_SECONDS, KafkaOutput
 from keylane.worker.progress import ProgressTracker
+from keylane.worker.range_member import RateShare
 from keylane.worker.range_mover import RangeMover
 from keylane.worker.refetch import Refetched, RefetchReader
 from keylane.worker.session import take_session
@@ -152,6 +153,7 @@ class LaneWorker:
         self._commands: CommandExecutor | None = None
         self._ownership: Ownership | None = None
         self._mover: RangeMover | None = None
+        self._rates: RateShare | None = None
         self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
         self._moved_away = False  # it ends because all of its ranges are, or must be, others'
         self._succeeded = False  # another run has taken over
@@ -402,7 +404,8 @@ class LaneWorker:
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
         engine.pauses.order(scopes_of(state.pauses.values()))
-        members: list[RangeMember] = [self._progress, commands]
+        self._rates = RateShare(engine, self._progress.slots, plan.partitions)
+        members: list[RangeMember] = [self._progress, commands, self._rates]
         for member in members:
             member.take(ownership.owned)
         fetcher.start()
@@ -684,6 +687,8 @@ class LaneWorker:
         """A task has attached."""
         assert self._ownership is not None  # noqa: S101
         self._served = plan
+        if self._rates is not None:
+            self._rates.plan(plan.partitions)
         if self._mover is not None:
             self._mover.plan(plan)
         self._ownership.attached(_claimant(plan), plan.slots)

@@ -96,3 +96,21 @@ def test_each_key_has_its_own_pace_and_is_forgotten() -> None:
 def test_rate_that_cannot_work_is_refused(count: Any, per: Any) -> None:
     with pytest.raises(SettingsError, match="must be a number above 0"):
         Rate(count, per=per)
+
+
+def test_rate_follows_a_share_that_changes() -> None:
+    rate = Rate(100, per=1)
+    limit, times = RateLimit(rate, 1.0), [n / 1000 for n in range(1000)]
+    assert len(starts_of(limit, times)) == pytest.approx(100, rel=0.1)
+    limit.change_share(rate, 0.1, 1.0)
+    assert len(starts_of(limit, [1 + at for at in times])) == pytest.approx(10, abs=3)
+    limit.change_share(rate, 1.0, 2.0)
+    assert len(starts_of(limit, [2 + at for at in times])) == pytest.approx(100, rel=0.1)
+
+
+def test_rate_of_a_task_without_slots_begins_with_its_first() -> None:
+    rate = Rate(100, per=1)
+    limit = RateLimit(rate, 0.0)
+    limit.admit(0.0)
+    limit.change_share(rate, 1.0, 1.0)
+    assert len(starts_of(limit, [1 + n / 1000 for n in range(1000)])) == pytest.approx(100, rel=0.1)
