@@ -515,6 +515,8 @@ class StateTopic:
         self.lanes |= other.lanes
         self.commands |= other.commands
         self.audits |= other.audits
+        self.pauses |= other.pauses
+        self.pause_changes += 1
         self._next |= {p: other._next[p] for p in partitions}
         self._partitions += partitions
         self.stopped = self.stopped or other.stopped
@@ -535,6 +537,8 @@ class StateTopic:
         self.lanes = {place: lane for place, lane in self.lanes.items() if place[0] != partition}
         self.commands = {place: one for place, one in self.commands.items() if place[0] != partition}
         self.audits = {name: audit for name, audit in self.audits.items() if audit[0] != partition}
+        self.pauses = {place: one for place, one in self.pauses.items() if place[0] != partition}
+        self.pause_changes += 1
         self._fresh = [command for command in self._fresh if command.partition != partition]
 
     def _by_partition(self) -> tuple[dict[int, Any], ...]:
