@@ -2,8 +2,8 @@
 
 Runs an app under a low, steady load with very short epochs, as many as a day has with ordinary ones. Every five seconds
 it samples the processes of the app, by what they are: the workers, which keep their lanes from epoch to epoch, the
-planner, the driver's Python, and Spark's JVM. Of the JVM's heap the smallest size after a collection counts, so growth
-is not garbage.
+planner, the driver's Python, and Spark's JVM. Every half minute the JVM is told to collect its garbage (by the JDK's
+`jcmd`; without it the heap is not judged), and what is left counts, so growth is not garbage.
 
 The verdict is drift: the median of the last third against that of the first third, after a warm-up of a fifth of the
 time (at most 5 minutes). Exit code 0: no kind of process drifts upwards by 5% or more in memory, threads or open
@@ -16,6 +16,8 @@ import argparse
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +46,8 @@ KINDS = {
 """Processes by a part of their command line; a program called java is the JVM."""
 WARM_SHARE, WARM_SECONDS_MAX = 0.2, 300.0
 _SAMPLE_SECONDS = 5.0
-_START_SECONDS_MAX = 90.0
+_SAMPLES_PER_COLLECTION = 6
+_START_SECONDS_MAX = 180.0
 _SLACK = {"memory_mib": 1.0, "threads": 1.0, "files": 2.0}
 """What a median may differ by without drift: of 5 threads, one more is 20%."""
 
@@ -134,12 +137,14 @@ def _epochs(log: Path) -> int:
 
 
 def collected(log: str) -> list[tuple[float, float]]:
-    """Seconds since Java's start, and MiB that were left, of every collection in its log."""
-    return [(float(at), float(left)) for at, left in re.findall(r"\[([\d.]+)s\].* Pause .*->(\d+)M\(", log)]
+    """Seconds since Java's start, and MiB that were left, of every full collection in its log."""
+    return [
+        (float(at), float(left)) for at, left in re.findall(r"\[([\d.]+)s\].* Pause Full .*->(\d+)M\(", log)
+    ]
 
 
 def heap_growth(collections: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
-    """As of :func:`drift`, of the smallest heap after a collection; None if there were too few collections."""
+    """As of :func:`drift`, of the smallest heap after a full collection; None if there were too few of them."""
     ends = max((at for at, _ in collections), default=0.0)
     warm = min(WARM_SHARE * ends, WARM_SECONDS_MAX)
     third = (ends - warm) / 3
@@ -148,6 +153,14 @@ def heap_growth(collections: Sequence[tuple[float, float]]) -> tuple[float, floa
     if len(first) < 3 or len(last) < 3:
         return None
     return min(first), min(last), min(last) / min(first) - 1
+
+
+def _collect_garbage(process: Process) -> None:
+    if (jcmd := shutil.which("jcmd")) is None:
+        return
+    for program, one in process.footprints():
+        if program == "java":
+            subprocess.run([jcmd, str(one.pid), "GC.run"], check=False, capture_output=True, timeout=60)
 
 
 def measure(
@@ -173,13 +186,16 @@ def measure(
             if time.monotonic() > deadline:
                 raise BenchError(f"no epoch began within {_START_SECONDS_MAX:g} s; {process.last_words()}")
             time.sleep(0.5)
-        began, said = time.monotonic(), 0
+        began, said, looks = time.monotonic(), 0, 0
         with Load(ground.bootstrap, f"{name}.in", given.rate, slow=0) as load:
             load.ready.set()
             while (epochs := _epochs(process.log)) < given.epochs:
                 process.must_run()
                 time.sleep(_SAMPLE_SECONDS)
                 samples += _look(process, began)
+                looks += 1
+                if looks % _SAMPLES_PER_COLLECTION == 0:
+                    _collect_garbage(process)
                 if epochs - said >= 50:
                     said = epochs
                     print(
@@ -234,7 +250,7 @@ def main() -> int:
     heap = heap_growth(collections)
     if heap is not None:
         first, last, change = heap
-        print(f"| jvm | heap after a collection, MiB | {first:,.1f} | {last:,.1f} | {change:+.1%} |")
+        print(f"| jvm | heap after a full collection, MiB | {first:,.1f} | {last:,.1f} | {change:+.1%} |")
         if change >= GROWTH_SHARE_MAX and last - first > _SLACK["memory_mib"]:
             problems.append(f"jvm: its heap grew from {first:,.1f} to {last:,.1f} MiB ({change:+.1%})")
     for problem in problems:

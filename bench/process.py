@@ -37,6 +37,7 @@ class Footprint:
     threads: int
     files: int
     command: str = ""
+    pid: int = 0
 
 
 class Process:
@@ -138,6 +139,7 @@ class Process:
                     .read_bytes()
                     .replace(b"\0", b" ")
                     .decode(errors="replace"),
+                    pid=pid,
                 )
                 found.append((name, held))
         return found

@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keylane import (
     App,
@@ -30,8 +30,11 @@ from keylane import (
     Idempotency,
     Message,
     Poison,
+    Rate,
+    Result,
     Retry,
     State,
+    Timers,
     Transient,
     VersionOrdering,
 )
@@ -42,6 +45,7 @@ from keylane.testing import (
     Fault,
     Flaw,
     Harness,
+    Hold,
     Pause,
     Recreate,
     Recut,
@@ -126,6 +130,44 @@ class Shape:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """How the messages of a run flow. Drawn apart, so that a seed's other draws stay as they were."""
+
+    several: bool
+    """Each message has a second result, with another key and in another topic."""
+    batches: int
+    """The stage takes batches of one lane, of at most so many; 0: two stages of single messages."""
+    rate: Rate | None
+    per_key: Rate | None
+    holds: tuple[Hold, ...]
+
+    @classmethod
+    def of(cls, shape: Shape) -> Flow:
+        rng = random.Random(f"flow {shape.seed}")
+        batches = rng.random() < 0.2 and not shape.versions
+        holds = []
+        if rng.random() < 0.3:
+            for _ in range(rng.randint(1, 2)):
+                what: tuple[str | None, Any] = rng.choice(
+                    (
+                        (None, None),
+                        ("partition", rng.randrange(shape.partitions)),
+                        ("stage", "work" if batches else rng.choice(("first", "downstream"))),
+                        ("key", b"k%d" % rng.randrange(shape.keys)),
+                    )
+                )
+                chosen: dict[str, Any] = {} if what[0] is None else {what[0]: what[1]}
+                holds.append(Hold(at=rng.random() * SENT_SECONDS, for_=rng.random() * 2, **chosen))
+        return cls(
+            several=rng.random() < 0.3,
+            batches=rng.choice((2, 5, 64)) if batches else 0,
+            rate=Rate(rng.choice((20, 100))) if rng.random() < 0.2 else None,
+            per_key=Rate(rng.choice((5, 20))) if rng.random() < 0.2 else None,
+            holds=tuple(holds),
+        )
+
+
 def recreates_of(seed: int) -> tuple[Recreate, ...]:
     """When the source is created again, if at all. Drawn apart, so that a seed's other draws stay as they were."""
     rng = random.Random(f"recreate {seed}")
@@ -141,8 +183,13 @@ def stateful(seed: int) -> bool:
     return random.Random(f"state {seed}").random() < 0.4
 
 
-def make_app(rng: random.Random, shape: Shape) -> App:
-    """The app of a run: two stages that fail by chance, the same for the same seed."""
+def timed(seed: int) -> bool:
+    """Whether its stages set timers, too."""
+    return random.Random(f"timers {seed}").random() < 0.5
+
+
+def make_app(rng: random.Random, shape: Shape, flow: Flow) -> App:
+    """The app of a run: stages that fail by chance, the same for the same seed."""
     sick = rng.choice((0.1, 0.2) if shape.storm else (0.0, 0.03, 0.1, 0.2))
     flaky = rng.random() * 0.2
     outage = rng.uniform(0, SENT_SECONDS)
@@ -150,7 +197,7 @@ def make_app(rng: random.Random, shape: Shape) -> App:
     app = App(
         "schedule",
         source="in",
-        sink="out",
+        sinks=("out", "more"),
         on_failure=shape.policy,
         delivery=shape.delivery,
         # Long enough for any outage that the breaker does not handle: an outage must not make dead letters.
@@ -174,15 +221,52 @@ def make_app(rng: random.Random, shape: Shape) -> App:
     def broken(now: float) -> bool:
         return now < MENDED_SECONDS or any(0 <= now - each.at < RELAPSE_SECONDS for each in shape.recreates)
 
+    def results(msg: Message) -> Any:
+        if not flow.several:
+            return bytes(msg.value)
+        return [Result(msg.value), Result(msg.value, key=b"more " + (msg.key or b""), topic="more")]
+
+    breaker = rng.choice([None, Breaker(minimum=5, window=2, open_for=0.5, probes=2)])
+    timeout, limit = rng.choice([None, 0.04]), rng.choice([None, 3])
+    limits: Any = {"rate": flow.rate, "per_key": flow.per_key, "max_concurrency": limit}
+
+    if flow.batches:
+
+        @app.batch_stage(of="lane", max_size=flow.batches, breaker=breaker, **limits)
+        async def work(msgs: list[Message]) -> list[Any]:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.01 + chance(msgs[0], 1) * 0.05)
+            if outage <= now < outage_ends:
+                raise ConnectionError("down")
+            return [
+                Poison("not fixed yet")
+                if chance(msg, 2) < sick and broken(now)
+                else Transient("try again")
+                if msg.attempt == 1 and chance(msg, 3) < flaky
+                else results(msg)
+                for msg in msgs
+            ]
+
+        return app
+
     if stateful(shape.seed):
 
         @app.stage
-        async def remember(msg: Message, seen: State[list[int]], count: State[int]) -> bytes:
+        async def remember(msg: Message, seen: State[list[int]], count: State[int], timers: Timers) -> bytes:
             seen.value.append(int(msg.value))
             count.value += 1
+            if timed(shape.seed):
+                timers.set("echo", after=chance(msg, 6) * 0.5, value=int(msg.value))
             if chance(msg, 5) < 0.03 and msg.attempt == 1:
                 raise Transient("after the change")
             return bytes(msg.value)
+
+        @app.on_timer("echo")
+        async def echo(msg: Message, fired: State[list[int]]) -> None:
+            await asyncio.sleep(chance(msg, 7) * 0.05)
+            fired.value.append(msg.value)
+            if msg.attempt == 1 and chance(msg, 8) < 0.1:
+                raise Transient("again")
 
     @app.stage
     async def first(msg: Message) -> bytes:
@@ -193,17 +277,15 @@ def make_app(rng: random.Random, shape: Shape) -> App:
             raise (Transient("try again"), TimeoutError(), Transient("later", retry_after=0.3))[mood]
         return bytes(msg.value)
 
-    breaker = rng.choice([None, Breaker(minimum=5, window=2, open_for=0.5, probes=2)])
-
-    @app.stage(breaker=breaker, timeout=rng.choice([None, 0.04]), max_concurrency=rng.choice([None, 3]))
-    async def downstream(msg: Message) -> bytes:
+    @app.stage(breaker=breaker, timeout=timeout, **limits)
+    async def downstream(msg: Message) -> Any:
         now = asyncio.get_running_loop().time()
         # The longest ones are cut off by a time-out, if there is one, in their first attempts.
         slow = 0.06 if msg.attempt < 3 and chance(msg, 4) < 0.05 else 0.01
         await asyncio.sleep(slow)
         if outage <= now < outage_ends:
             raise ConnectionError("down")
-        return bytes(msg.value)
+        return results(msg)
 
     return app
 
@@ -247,11 +329,12 @@ def run(seed: int) -> Counter[str]:
     """Run one and judge it; returns its interesting features. Raises AssertionError or another error if it is wrong."""
     rng = random.Random(seed)
     shape = Shape.of(rng, seed)
+    flow = Flow.of(shape)
     harness = Harness(
-        make_app(rng, shape),
+        make_app(rng, shape, flow),
         partitions=shape.partitions,
         seed=seed,
-        faults=make_faults(rng, shape),
+        faults=[*make_faults(rng, shape), *flow.holds],
         latency=shape.latency,
         letters=shape.letters,
         commits=shape.commits,
@@ -276,12 +359,17 @@ def run(seed: int) -> Counter[str]:
             headers.append(("event-version", b"%d" % versions[number]))
         harness.send(key=key, value=b"%d" % number, headers=headers, at=at)
     result = harness.run()
-    judge(harness, result, shape)
+    judge(harness, result, shape, flow)
     facts: Counter[str] = Counter(dict.fromkeys((shape.policy, shape.delivery, "runs"), 1))
     facts["epochs"] = result.epochs
     facts["recreated sources"] = len(shape.recreates)
     facts["gone messages"] = len(result.gone)
-    facts["with state"] = stateful(seed)
+    facts["runs with several results"] = flow.several
+    facts["runs with batches of a lane"] = bool(flow.batches)
+    facts["runs with rates"] = bool(flow.rate or flow.per_key)
+    facts["pauses"] = len(flow.holds)
+    facts["with state"] = stateful(seed) and not flow.batches
+    facts["with timers"] = facts["with state"] and timed(seed)
     facts["recuts"] = sum(isinstance(each, Recut) for each in shape.breaks)
     for dead in result.dead:
         facts[f"{dead.kind} letters"] += 1
@@ -317,7 +405,7 @@ def renumbered(versions: list[int], entities: list[tuple[int, bytes]]) -> list[i
     return found
 
 
-def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
+def judge(harness: Harness, result: RunResult, shape: Shape, flow: Flow) -> None:
     """Every promise that the run's app makes. Raises AssertionError."""
     messages = harness.messages()
     first = shape.partitions * len(shape.recreates)
@@ -357,14 +445,19 @@ def judge(harness: Harness, result: RunResult, shape: Shape) -> None:
     assert not missing, f"the cause is fixed, but these did not come through: {missing}"
     passed_over = {at[place] for place in result.duplicates}
     passed_over.update(value for value, name in names.items() if name in former)
-    results = check_results(
-        [(key, value) for key, value in inputs if value in got or value not in passed_over],
-        outputs,
-        allow_duplicates=shape.delivery == "at_least_once",
-        late=late,
-    )
-    raise_if_bad(results, shape)
-    if stateful(shape.seed):
+    found = [outputs]
+    if flow.several:  # the second results are in the order of their keys, too
+        found.append([(keys[record.value()], record.value()) for record in harness.log.records("more")])
+    for written in found:
+        there = {value for _, value in written}
+        results = check_results(
+            [(key, value) for key, value in inputs if value in there or value not in passed_over],
+            written,
+            allow_duplicates=shape.delivery == "at_least_once",
+            late=late,
+        )
+        raise_if_bad(results, shape)
+    if stateful(shape.seed) and not flow.batches:  # batches of one lane take no state
         judge_states(harness, result, shape, outputs, late)
 
 
@@ -406,6 +499,11 @@ def judge_states(
         assert in_order == [n for n in numbers if n in set(in_order)], (
             f"state of {key!r} is out of order: {seen}"
         )
+        if timed(shape.seed):
+            fired: list[int] = result.states.get(key, {}).get("fired", [])
+            again = {number for number in fired if fired.count(number) > seen.count(number)}
+            assert not again, f"timers of {key!r} fired too often: {again} in {fired}, set by {seen}"
+            assert fired[-1:] == seen[-1:], f"the last timer of {key!r} did not fire: {fired}, set by {seen}"
         if shape.delivery == "exactly_once":
             assert seen == written.get(key, []), f"state and results of {key!r} disagree: {seen}"
 

@@ -18,6 +18,7 @@ from keylane.errors import (
 from keylane.handlers.fields import Field
 from keylane.handlers.middleware import CallNext
 from keylane.handlers.state import State
+from keylane.handlers.timers import Timer, Timers
 from keylane.lanes.heavy_hitters import HotKey
 from keylane.lanes.ordering import ByField, ByHeader, Ordering
 from keylane.ledger import Ledger
@@ -28,6 +29,7 @@ from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_info import FailureInfo
 from keylane.policies.failure_policy import FailedMessage, FailurePolicy
+from keylane.policies.rate import Rate
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.publisher import Delivered, Publisher
@@ -64,6 +66,7 @@ __all__ = [
     "Outcome",
     "Poison",
     "Publisher",
+    "Rate",
     "ReadModel",
     "ReadModelField",
     "ResourceError",
@@ -74,6 +77,8 @@ __all__ = [
     "SinkResult",
     "State",
     "Telemetry",
+    "Timer",
+    "Timers",
     "Transient",
     "Undelivered",
     "VersionOrdering",

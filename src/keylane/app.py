@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from keylane.policies.breaker import Breaker
     from keylane.policies.classify import Rule
     from keylane.policies.failure_policy import FailurePolicy, OnFailure
+    from keylane.policies.rate import Rate
     from keylane.policies.versions import VersionOrdering
     from keylane.spark.query import LaneQuery
     from keylane.spec import Commit, Decode, DeliveryMode, Encode, Observer, Reader, Unhandled
 
+_TIMER = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -48,6 +51,8 @@ class StageOptions(TypedDict, total=False):
     timeout: float | None
     max_concurrency: int | None
     classify: Rule | None
+    rate: Rate | None
+    per_key: Rate | None
 
 
 class RunOptions(TypedDict, total=False):
@@ -70,7 +75,7 @@ class RunOptions(TypedDict, total=False):
 
 
 _BATCH_WAIT_SECONDS = 0.005
-_STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify")
+_STAGE_OPTIONS = ("retry", "breaker", "timeout", "max_concurrency", "classify", "rate", "per_key")
 
 
 class App:
@@ -256,6 +261,9 @@ class App:
 
         ``breaker`` opens when too many calls fail; while it is open the lanes that need this stage wait together and
         use up no attempts. ``classify`` is asked before the app's own what kind of failure an exception is.
+
+        ``rate`` limits how many calls of the stage start, in the whole app; each task has the share of it that it has
+        of the source's keys. ``per_key`` limits those of each key. A lane that waits for a rate uses no attempt.
         """
 
         def declare(function: F) -> F:
@@ -367,6 +375,25 @@ class App:
 
         return declare if function is None else declare(function)
 
+    def on_timer(self, name: str, /, **options: Unpack[StageOptions]) -> Callable[[F], F]:
+        """Declare the handler of a timer, which stages and handlers set with ``timers: Timers``.
+
+        It runs in the timer's lane, between its messages, once the time has come and the change that set it is
+        committed. Its message has the lane's key, the timer's value as ``msg.value``, and the due time as
+        ``msg.timestamp``. What it returns is a result, as that of a stage or handler. Options as for :meth:`stage`; a
+        handler that fails for good leaves a copy in the dead letters, whatever the app's ``on_failure``, and its lane
+        continues.
+        """
+        given: object = name
+        if not isinstance(given, str) or _TIMER.fullmatch(given) is None:
+            raise SettingsError(
+                f"App {self.name!r}: @app.on_timer({given!r}): expected 1 to 100 letters, digits, dots, dashes and "
+                "underscores; write @app.on_timer('idle')"
+            )
+        if name in self._spec.timers:
+            raise SettingsError(f"App {self.name!r}: timer {name!r} has a handler already")
+        return lambda function: self._declare(function, options, types=None, timer=name)
+
     def _declare(
         self,
         function: F,
@@ -374,9 +401,12 @@ class App:
         *,
         types: tuple[str, ...] | None,
         batching: Batching | None = None,
+        timer: str | None = None,
     ) -> F:
         name = _name_of(function)
         what = "handler" if types is not None else "stage" if batching is None else "batch stage"
+        if timer is not None:
+            what = "timer handler"
         where = f"App {self.name!r}, {what} {name!r}"
         for option in options:
             if option not in _STAGE_OPTIONS:
@@ -395,8 +425,11 @@ class App:
             max_concurrency=options.get("max_concurrency"),
             breaker=options.get("breaker"),
             classify=options.get("classify"),
+            rate=options.get("rate"),
+            per_key=options.get("per_key"),
             types=types,
             batching=batching,
+            timer=timer,
         )
         stage.check(where)
         if stage.yields and batching is not None:
@@ -404,9 +437,13 @@ class App:
                 f"{where}: it is a generator; a batch stage returns a list with one entry for each message. An entry "
                 "may be a generator: then what it yields are the results of that message"
             )
-        for known in self._spec.stages:
+        for known in (*self._spec.stages, *self._spec.timers.values()):
             if known.name == name:
                 raise SettingsError(f"{where}: there is a {what} of this name already")
+        if timer is not None:
+            self._spec = self._spec.with_timer(timer, stage)
+            return function
+        for known in self._spec.stages:
             if (known.types is None) != (types is None):
                 raise SettingsError(
                     f"{where}: app {self.name!r} has {known.name!r} already; an app has either stages (@app.stage), "

@@ -25,6 +25,7 @@ from keylane.policies.breaker import Breaker
 from keylane.policies.dedup_window import Idempotency
 from keylane.policies.failure_guard import FailureGuard
 from keylane.policies.failure_policy import FailurePolicy
+from keylane.policies.rate import Rate
 from keylane.policies.retry import Retry
 from keylane.policies.versions import VersionOrdering
 from keylane.result import Result
@@ -61,6 +62,10 @@ _NAME_CHARACTERS_MAX = 240
 _BUFFERED_MESSAGES_LIMIT = 10_000_000
 
 
+_COMPUTED = ("states", "keeps_state")
+"""Properties of an app that are computed again where it is unpickled."""
+
+
 class Observer(Protocol):
     """Called at the start and the end of every attempt, on the task's loop: it must be quick and must not raise.
 
@@ -92,6 +97,10 @@ class StageSpec:
     """The event types of a handler, none for the one of all others; None for a stage."""
     batching: Batching | None = None
     """Of a batch stage."""
+    timer: str | None = None
+    """Of a timer's handler: the timer's name."""
+    rate: Rate | None = None
+    per_key: Rate | None = None
     yields: bool = False
     """Whether it is a generator, which yields its results."""
 
@@ -156,6 +165,8 @@ class AppSpec(AppTopicNames):
     hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
     middleware: tuple[Middleware, ...] = ()
     """Around every attempt, the first one outermost."""
+    timers: Mapping[str, StageSpec] = field(default_factory=dict)
+    """The handlers of timers, by the timers' names."""
     state_options: Mapping[str, StateSpec] = field(default_factory=dict)
     """Options of states, by name."""
     custom_sink: Sink | None = None
@@ -316,10 +327,11 @@ class AppSpec(AppTopicNames):
     def __getstate__(self) -> dict[str, Any]:
         """Read-only views of dicts cannot be pickled; the dicts can."""
         return {
-            **{name: value for name, value in self.__dict__.items() if name != "states"},  # computed again
+            **{name: value for name, value in self.__dict__.items() if name not in _COMPUTED},
             "resources": dict(self.resources),
             "hooks": dict(self.hooks),
             "state_options": dict(self.state_options),
+            "timers": dict(self.timers),
         }
 
     def slot_of(self, key: bytes | None, offset: int) -> int:
@@ -331,7 +343,7 @@ class AppSpec(AppTopicNames):
     def states(self) -> Mapping[str, StateSpec]:
         """The states that its stages and handlers take, by name. Raises :class:`SettingsError` if two types differ."""
         found: dict[str, StateSpec] = {}
-        for stage in self.stages:
+        for stage in (*self.stages, *self.timers.values()):
             for taken in stage.takes.states:
                 known = found.get(taken.state)
                 if (
@@ -356,9 +368,26 @@ class AppSpec(AppTopicNames):
                 )
         return MappingProxyType(found)
 
+    @cached_property
+    def keeps_state(self) -> bool:
+        """Whether its stages or handlers take states or timers."""
+        return bool(self.timers) or any(stage.takes.keeps_state for stage in self.stages)
+
+    def with_timer(self, timer: str, handler: StageSpec) -> AppSpec:
+        """The same app with one handler of a timer more."""
+        return replace(self, timers=MappingProxyType({**self.timers, timer: handler}))
+
     def with_state_options(self, options: StateSpec) -> AppSpec:
         """The same app with the options of one state."""
         return replace(self, state_options=MappingProxyType({**self.state_options, options.name: options}))
+
+    @property
+    def moves_ranges(self) -> bool:
+        """Whether its ranges can move between workers one by one.
+
+        Versions and lane state are restored for all ranges together, and lanes over partitions have no ranges.
+        """
+        return self.versions is None and not self.keeps_state and self.order.max_tasks is None
 
     @property
     def dispatches(self) -> bool:
@@ -384,7 +413,7 @@ class AppSpec(AppTopicNames):
                         f"which is not a resource declared before it{_near(need, known)}"
                     )
             known.append(resource.name)
-        for stage in self.stages:
+        for stage in (*self.stages, *self.timers.values()):
             for need in stage.resources:
                 if need not in known:
                     what = "stage" if stage.types is None else "handler"
@@ -419,14 +448,14 @@ class AppSpec(AppTopicNames):
         for name in self.state_options:
             if name not in states:
                 raise SettingsError(f"{where}: no stage takes the state {name!r}{near(name, list(states))}")
-        if states and not self.order.has_lanes:
+        if self.keeps_state and not self.order.has_lanes:
             raise SettingsError(
-                f"{where}: a state belongs to a lane, and with order={self.order!r} there are none"
+                f"{where}: a state or timer belongs to a lane, and with order={self.order!r} there are none"
             )
-        if states and self.commit == "epoch":
+        if self.keeps_state and self.commit == "epoch":
             raise SettingsError(
-                f"{where}: commit='epoch' does not work with states: a state changes when its message is done, and "
-                "there nothing is done before Spark has the whole epoch"
+                f"{where}: commit='epoch' does not work with states and timers: a state changes when its message is "
+                "done, and there nothing is done before Spark has the whole epoch"
             )
 
     def _check_lane_batches(self) -> None:
@@ -436,7 +465,7 @@ class AppSpec(AppTopicNames):
             for what, given in (
                 ("versions=", self.versions is not None),
                 ("middleware", bool(self.middleware)),
-                ("a State", bool(stage.takes.states)),
+                ("a State", stage.takes.keeps_state),
             ):
                 if given:
                     raise SettingsError(
@@ -511,6 +540,8 @@ _STAGE_CHECKS: tuple[_Check, ...] = (
     ("breaker", _maybe(_is(Breaker)), "a Breaker or None"),
     ("timeout", _maybe(_SECONDS), "seconds above 0, or None"),
     ("max_concurrency", _maybe(_is_count(1)), "a whole number of at least 1, or None"),
+    ("rate", _maybe(_is(Rate)), "a Rate, such as Rate(100) or Rate(1000, per=60), or None"),
+    ("per_key", _maybe(_is(Rate)), "a Rate, such as Rate(5) or Rate(10, per=60), or None"),
 )
 _APP_CHECKS: tuple[_Check, ...] = (
     (

@@ -2,132 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keylane import App, Message
-from keylane.kafka.cluster import Cluster
 from keylane.offsets.assignment import AssignedRange, Assignment
-from keylane.offsets.reassignment import match
-from keylane.offsets.slots import ALL, SLOTS, Slots
+from keylane.offsets.slots import SLOTS, Slots
 from keylane.state.topic import order_stop
-from keylane.testing import EventKind, HistoryWriter, read_history
+from keylane.testing import EventKind, read_history
 from keylane.worker.commit import Contributor
-from keylane.worker.epoch_plan import EpochPlan
-from keylane.worker.lane_worker import LaneWorker, LocalWorkers
-from keylane.worker.task import Task
-from keylane.worker.task_plan import TaskPlan
-from support.tasks import note_plan
-from support.topics import Log, wait_until
+from support.epochs import WHOLE, Epochs, Load, largest_gap, slow_app
+from support.topics import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from keylane.testing import Verdict
+    from support.topics import Log
 
-KEEP_ALIVE = 30.0
 LOW, HIGH = Slots(0, SLOTS // 2 - 1), Slots(SLOTS // 2, SLOTS - 1)
-WHOLE = Assignment(((AssignedRange(0), AssignedRange(1)),))
 EACH = Assignment(((AssignedRange(0),), (AssignedRange(1),)))
-
-
-class Epochs:
-    """Runs the tasks of successive epochs in threads. What runs of an earlier epoch stays, as in Spark's workers."""
-
-    def __init__(self, log: Log, app: App, keep_alive: float = KEEP_ALIVE) -> None:
-        self.log, self.app = log, app
-        self.keep_alive = keep_alive
-        self.number = 0
-        self.processes: list[LocalWorkers] = []
-        self.rows: dict[int, list[tuple[int, int]]] = {}
-        self.owners: dict[int, list[str]] = {}
-        self._topics = Cluster(log.settings).prepare(app.spec)
-        note_plan(log, app)
-
-    def plan(
-        self, task: int = 0, *, seconds: float = 1.0, assignment: Assignment = WHOLE, **more: Any
-    ) -> TaskPlan:
-        app, log = self.app, self.log
-        ranges = assignment.tasks[task]
-        given: dict[str, Any] = {
-            "run": "r1",
-            "epoch": self.number,
-            "task": task,
-            "spark_task": task,
-            "settings": log.settings,
-            "identity": log.cluster.identity(app.source, app.dlq),
-            "starts": {one.partition: 0 for one in ranges},
-            "cuts": {one.partition: one.slots for one in ranges if one.slots != ALL},
-            "until": None,
-            "seconds": seconds,
-            "sink_limit": self._topics.sink_limit,
-            "partitions": 2,
-            "keep_alive": self.keep_alive,
-        }
-        return TaskPlan(**given | more)
-
-    def run(
-        self,
-        *,
-        seconds: float = 1.0,
-        assignment: Assignment = WHOLE,
-        fresh: int = 0,
-        known: bool = True,
-        **more: Any,
-    ) -> None:
-        """One epoch, of as many tasks as the assignment has parts, in any process that is free.
-
-        The first ``fresh`` tasks are in processes of their own. ``known``: the planner knows who has which part.
-        """
-        self.number += 1
-        owned = (
-            {worker.id: worker._progress._slots for worker in self.workers()}
-            if known
-            else {"nobody": {0: ALL}}
-        )
-        homes = match(
-            assignment.tasks,
-            {one: [AssignedRange(*found) for found in slots.items()] for one, slots in owned.items()},
-        )
-        self.processes = [LocalWorkers() for _ in range(fresh)] + self.processes
-        self.processes += [LocalWorkers() for _ in range(len(assignment.tasks) - len(self.processes))]
-        shared = None
-        if len(assignment.tasks) > 1:
-            shared = EpochPlan(assignment=assignment, starts={0: 0, 1: 0}, homes=homes)
-        tasks = [
-            Task(
-                self.app.spec,
-                self.plan(n, seconds=seconds, assignment=assignment, **more),
-                shared=shared,
-                local=self.processes[n],
-            )
-            for n in range(len(assignment.tasks))
-        ]
-        number, found = self.number, list[tuple[int, int]]()
-        with ThreadPoolExecutor(len(tasks)) as pool:
-            batches = list(pool.map(lambda task: list(task.outcomes()), tasks))
-        found += [(one.partition, one.offset) for task in batches for batch in task for one in batch]
-        self.rows[number] = found
-        self.owners[number] = [task.owner for task in tasks]
-
-    def workers(self) -> list[LaneWorker]:
-        """Those that run without a task."""
-        return [worker for process in self.processes for worker in process.idle(self.app.spec, self.plan())]
-
-    def end(self) -> None:
-        """As at the end of a run."""
-        for worker in self.workers():
-            with suppress(Exception):
-                list(worker.retire())
-            worker.detach()
 
 
 @pytest.fixture
@@ -136,60 +32,6 @@ def begun() -> Iterator[list[Epochs]]:
     yield epochs
     for one in epochs:
         one.end()
-
-
-def slow_app(name: str, folder: Path, **options: Any) -> App:
-    """Key ``slow`` takes three seconds, all others five milliseconds."""
-    app = App(
-        name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(folder / "history"), **options
-    )
-
-    @app.stage
-    async def work(msg: Message) -> bytes:
-        await asyncio.sleep(3.0 if msg.key == b"slow" else 0.005)
-        return bytes(msg.value)
-
-    return app
-
-
-class Load:
-    """Sends messages of 20 keys evenly until it is stopped."""
-
-    def __init__(self, log: Log, topic: str, rate: float = 200.0) -> None:
-        self.sent: list[Any] = []
-        self._writer, self._topic, self._rate = Log(log.bootstrap), topic, rate
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._main)
-
-    def _main(self) -> None:
-        number = 0
-        while not self._over.wait(0.02):
-            batch = [self._message(n) for n in range(number, number + int(self._rate * 0.02))]
-            number += len(batch)
-            self.sent += self._writer.send(self._topic, batch)
-
-    @staticmethod
-    def _message(n: int) -> dict[str, Any]:
-        return {"key": b"k%d" % (n % 20), "value": b"%d" % n, "headers": [("event-id", b"e%d" % n)]}
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def largest_gap(history: Path, *, since: float) -> float:
-    """The longest time in which no message began, of those that are not slow."""
-    starts = sorted(
-        event.seq / 1e9
-        for event in read_history(history).events
-        if event.kind is EventKind.START and event.key != b"slow" and event.at > since
-    )
-    assert len(starts) > 200, "too few messages to say anything"
-    return max(later - earlier for earlier, later in pairwise(starts))
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])

@@ -109,11 +109,13 @@ def test_the_snippets_of_the_other_pages_run(tmp_path: Path) -> None:
         "failures",
         "events",
         "results",
+        "flow",
         "batching",
         "testing",
         "audit",
         "telemetry",
         "choosing",
+        "state",
         "extending",
     )
     for document in (f"docs/{name}.md" for name in documents):
@@ -180,6 +182,8 @@ COMMANDS = [
     "dlq",
     "dlq list",
     "dlq redrive",
+    "pause",
+    "resume",
     "plan",
     "lanes",
     "lanes skip",

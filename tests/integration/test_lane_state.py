@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -11,9 +12,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
+from keylane import App, Message, State, Timers
+from keylane.cli.main import app as cli
 from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.slots import Slots
+from keylane.testing import HistoryWriter
 from keylane.worker import lane_values
 from keylane.worker import session as worker_session
 from support import counting
@@ -99,6 +104,27 @@ def test_state_is_restored_by_difference_and_without_its_file(
     runner.run(run="r3")
     assert len(read) >= 100
     assert stored(log, name) == folded(log.read(f"{name}.in"))
+
+
+def test_command_line_shows_states_and_timers(log: Log, name: str, tmp_path: Path) -> None:
+    log.create(f"{name}.in", f"{name}.out", partitions=2)
+    app = reminding(name, tmp_path)
+    log.send(f"{name}.in", [{"key": b"anna", "value": b"7"}, {"key": b"ben", "value": b"8"}])
+    Runner(log, name, tmp_path, app).run()
+
+    def told(*command: str) -> str:
+        result = CliRunner().invoke(cli, ["state", *command, "-b", log.bootstrap])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert told("get", name, "anna").startswith("last  7\ntimer remind  due 20")
+    found = json.loads(told("get", name, "ben", "--json"))
+    assert (found["states"], [timer["name"] for timer in found["timers"]]) == ({"last": 8}, ["remind"])
+    assert sorted(told("list", name, "--state", "last").splitlines()) == ["anna  last  7", "ben  last  8"]
+    assert len(told("list", name, "--timers", "--limit", "1").splitlines()) == 2
+    assert "remembers nothing for key carl" in str(
+        CliRunner().invoke(cli, ["state", "get", name, "carl", "-b", log.bootstrap]).exception
+    )
 
 
 def test_damaged_file_is_built_again(log: Log, name: str, tmp_path: Path) -> None:
@@ -229,3 +255,48 @@ def test_killed_workers_leave_the_fold_of_each_keys_messages(
     if delivery == "exactly_once":
         for key, counts in counts_in_sink(log.read(f"{name}.out")).items():
             assert counts == list(range(1, len(counts) + 1)), f"counts of {key!r} have gaps or repeats"
+
+
+def reminding(name: str, folder: Path, **settings: Any) -> App:
+    """Reminds of the last number of each key after a while."""
+    app = App(
+        name, source=f"{name}.in", sink=f"{name}.out", observer=HistoryWriter(folder / "history"), **settings
+    )
+
+    @app.stage
+    async def note(msg: Message, last: State[int], timers: Timers) -> None:
+        last.value = int(msg.value)
+        timers.set("remind", after=3.0, value=last.value)
+
+    @app.on_timer("remind")
+    async def remind(msg: Message, last: State[int]) -> str:
+        assert last.value == msg.value
+        last.delete()
+        return f"{msg.value}"
+
+    return app
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_timers_fire_although_workers_are_killed(
+    log: Log, spark: SparkSession, broker: Broker, name: str, tmp_path: Path, delivery: str
+) -> None:
+    log.create(f"{name}.in", f"{name}.out")
+    query = reminding(name, tmp_path, delivery=delivery).start(spark, bootstrap=broker.bootstrap, epoch=4)
+    messages = load(3_000, 500)
+    for at in range(0, len(messages), 300):
+        log.send(f"{name}.in", messages[at : at + 300])
+        time.sleep(0.2)
+    wait_until(lambda: log.count(f"{name}.out") > 20, 60, "timers fire")
+    kill(at_work(tmp_path / "history", 0))
+    last = {message["key"]: message["value"] for message in messages}
+    wait_until(lambda: {row.key for row in log.read(f"{name}.out")} == set(last), 60, "all timers have fired")
+    query.stop()
+    assert query.exception() is None
+    reminders = [(row.key, row.value) for row in log.read(f"{name}.out")]
+    assert set(reminders) == set(last.items())
+    if delivery == "exactly_once":
+        assert len(reminders) == len(last), "each once"
+    left = {row.key: row.value for row in log.read(f"{name}.lane-state")}
+    assert not [key for key, value in left.items() if value is not None], "nothing is left"

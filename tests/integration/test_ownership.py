@@ -360,7 +360,7 @@ def test_failed_first_take_over_is_not_a_take_over_by_another(
         check_still_ours(log.settings, name, state)
 
 
-def no_broker(*_given: object) -> dict[int, int]:
+def no_broker(*_given: object, **_named: object) -> dict[int, int]:
     raise KafkaException(ClientError(ClientError.TOPIC_AUTHORIZATION_FAILED))
 
 
@@ -380,9 +380,9 @@ def count_fences(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the new clients of each transactional id, in a claim."""
     counted: Counter[str] = Counter()
 
-    def counting(settings: KafkaSettings, transactional_id: str, *more: Any) -> Any:
+    def counting(settings: KafkaSettings, transactional_id: str, *more: Any, **named: Any) -> Any:
         counted[transactional_id] += 1
-        return transactional_producer(settings, transactional_id, *more)
+        return transactional_producer(settings, transactional_id, *more, **named)
 
     for module in (ownership, transactional_client):
         monkeypatch.setattr(module, "transactional_producer", counting)
@@ -393,7 +393,7 @@ def leave_claim_open(owner: Owner) -> None:
     """What is left of a worker that is killed while it claims."""
     owner.ownership._owned = dict.fromkeys(range(2), owner.slots)
     client = owner.writer._client
-    for partition, name, value in owner.ownership._notes():
+    for partition, name, value in owner.ownership._notes(owner.ownership.owned):
         client.put((owner.state.topic, value, name, partition))
     client._producer.flush(5)
 

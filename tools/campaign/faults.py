@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from campaign.handle import children, command_of, name_of, parent, running
+from campaign.handle import children, command_of, name_of, parent, running, stopped
 from campaign.plan import Kind
 from campaign.proxy import Cut, Weather
 from campaign.scene import Zombie, wait_for
@@ -246,6 +246,7 @@ def _leader(scene: Scene, shot: Shot) -> None:
 
 def _stop(scene: Scene, line: TaskLine) -> Zombie:
     os.kill(line.pid, signal.SIGSTOP)
+    wait_for(lambda: stopped(line.pid) or None, 10, f"worker {line.pid} is stopped")
     zombie = Zombie(pid=line.pid, owner=scene.lanes_of(line), stopped=time.monotonic_ns())
     scene.zombies.append(zombie)
     scene.note(f"stopped worker {line.pid} ({zombie.owner})")
@@ -323,6 +324,12 @@ def _commits(scene: Scene, shot: Shot) -> None:
     _weather(scene, shot, Weather(cut=cut), f"commits are cut off {cut} they came to the broker")
 
 
+def _late(scene: Scene, shot: Shot) -> None:
+    _weather(scene, shot, Weather(cut=Cut.LATE), "the ends of transactions come late")
+    if scene.proxy is not None:
+        scene.proxy.deliver_late()  # of ids that have begun no other transaction since
+
+
 def _between(scene: Scene, shot: Shot, do: Callable[[], None]) -> None:
     """Do something while the app is down: stopped in order, or with its driver killed."""
     with scene.lifecycle:
@@ -377,6 +384,7 @@ _DOING: dict[Kind, Callable[[Scene, Shot], None]] = {
     Kind.ORPHAN: _orphan,
     Kind.SLOW: _slow,
     Kind.COMMITS: _commits,
+    Kind.LATE: _late,
     Kind.CHECKPOINT: _checkpoint,
     Kind.OFFSETS: _offsets,
     Kind.RESTART: _restart,

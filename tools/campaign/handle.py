@@ -218,3 +218,12 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (OSError, IndexError):
         return False
+
+
+def stopped(pid: int) -> bool:
+    """Whether all of its threads are stopped, or it is gone. SIGSTOP takes milliseconds when processors are busy."""
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread that has just ended
+        return not running(pid)
+    return all(text.rpartition(")")[2].split()[0] in "TtZX" for text in threads)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from keylane.testing import History, HistoryEvent
 
 _VIOLATIONS_SHOWN = 5
+_STOP_NS = 100_000_000
+"""A process may run for so long after it was told to stop: on a busy machine, and with many threads."""
 
 
 class Repeat(NamedTuple):
@@ -132,8 +134,9 @@ class Ledger:
         findings = []
         for start, finished in self.repeats:
             ended = min(self._last[finished.owner], start.seq)
-            if finished.seq < (stop := stopped.get(finished.owner, 0)):
-                ended = min(ended, stop)
+            stop = stopped.get(finished.owner)
+            if stop is not None and finished.seq < stop + _STOP_NS:
+                ended = min(ended, stop + _STOP_NS)
             if ended - finished.seq <= seconds * 1e9 or self._forgot(finished.seq, start.seq):
                 continue
             if any(began <= ended and finished.seq <= over for began, over in outages):

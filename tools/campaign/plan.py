@@ -31,6 +31,7 @@ class Kind(Enum):
     OFFSETS = (11, "offsets", "the group's offsets are deleted between two runs")
     RESTART = (12, "restart", "the app is stopped in order, and started again")
     PLANNER = (13, "planner", "kill -9 of the planner's process: the query dies and is started again")
+    LATE = (14, "late", "the end of a transaction is cut off, and comes to the broker during the next one")
     WORKER_EDGE = (21, "worker-edge", "kill -9 of a worker right where one epoch ends and the next begins")
     DRIVER_EDGE = (23, "driver-edge", "the same for the driver")
     BROKER_EDGE = (24, "broker-edge", "the same for the broker")
@@ -158,7 +159,7 @@ class Plan:
     @property
     def proxied(self) -> bool:
         """Whether the app reaches the broker through the proxy."""
-        return not self.kinds.isdisjoint((Kind.SLOW, Kind.COMMITS))
+        return not self.kinds.isdisjoint((Kind.SLOW, Kind.COMMITS, Kind.LATE))
 
 
 def _shot(kind: Kind, rng: random.Random, *, patient: bool) -> Shot:

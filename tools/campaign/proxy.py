@@ -2,7 +2,8 @@
 
 It cuts the streams into frames, tells requests by their api key, and puts its own ports in place of the brokers' in the
 answers, so that clients come back to it: host and port stand next to each other there, with fixed width. It can
-delay frames in both directions, which keeps their order, and cut connections at a commit.
+delay frames in both directions, which keeps their order, cut connections at a commit, and deliver the request that ends
+a transaction late, when the next one has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _FETCH = 1
-_COMMITS = frozenset({8, 26, 28})  # OffsetCommit, EndTxn, TxnOffsetCommit
+_ADD_OFFSETS, _END_TXN = 25, 26
+_COMMITS = frozenset({8, _END_TXN, 28})  # OffsetCommit, EndTxn, TxnOffsetCommit
+_LATE_SECONDS = 5.0
+"""Time for the broker to answer a late request."""
 _END = b""
 
 
@@ -34,6 +38,9 @@ class Cut(StrEnum):
     """The connection is cut and the broker never gets it."""
     AFTER = "after"
     """The broker gets it, its answer is thrown away with the connection."""
+    LATE = "late"
+    """The connection is cut. The broker gets the request that ends a transaction on another connection, after the
+    client's next try, when the next transaction of the same id has results and is about to get its offsets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,8 @@ class Weather:
 
     delay: tuple[float, float] = (0.0, 0.0)
     cut: Cut | None = None
+    late_by_itself: bool = True
+    """Whether held requests are delivered when the next transaction gets its offsets; else by ``deliver_late``."""
     rng: random.Random | None = None
 
     def wait(self) -> float:
@@ -86,6 +95,31 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._servers: list[asyncio.Server] = []
+        self._late: dict[bytes, tuple[int, bytes]] = {}  # by transactional id: broker port, request
+        self._held: set[bytes] = set()  # held requests without their numbers: the client's next try passes
+
+    @property
+    def late(self) -> int:
+        """How many requests are held now, to be delivered late."""
+        return len(self._late)
+
+    def deliver_late(self) -> dict[str, int]:
+        """Deliver what is held now. Returns the broker's error code by transactional id; 0: it was carried out."""
+        return asyncio.run_coroutine_threadsafe(self._deliver(list(self._late)), self._loop).result(20)
+
+    async def _deliver(self, ids: Sequence[bytes]) -> dict[str, int]:
+        found = {}
+        for name in ids:
+            port, frame = self._late.pop(name)
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(len(frame).to_bytes(4, "big") + frame)
+            answer = await asyncio.wait_for(_frame(reader), _LATE_SECONDS)
+            writer.close()
+            # After the number of the request and the throttle time.
+            error = int.from_bytes(answer[8:10], "big", signed=True) if len(answer) >= 10 else -1
+            self.on_cut(f"the end of a transaction of {name.decode()} came late: error {error}")
+            found[name.decode()] = error
+        return found
 
     @property
     def bootstrap(self) -> str:
@@ -137,7 +171,7 @@ class Proxy:
                 for job in (
                     requests.run(),
                     answers.run(),
-                    self._requests(reader, requests, answers, asked, doomed),
+                    self._requests(reader, requests, answers, asked, doomed, port),
                     self._answers(upstream, requests, answers, asked, doomed),
                 )
             ]
@@ -159,12 +193,25 @@ class Proxy:
         answers: _Line,
         asked: dict[int, int],
         doomed: set[int],
+        port: int,
     ) -> None:
         while frame := await _frame(reader):
             api, _version, number = struct.unpack_from(">hhi", frame)
             asked[number] = api
             weather = self.weather
-            if weather.cut is not None and api in _COMMITS:
+            if api == _END_TXN and weather.cut is Cut.LATE and frame[8:] not in self._held:
+                self._held.add(frame[8:])
+                name = _transactional_id(frame)
+                self._late[name] = (port, frame)
+                self.on_cut(f"the end of a transaction of {name.decode()} is held, and its connection cut")
+                break
+            if (
+                api == _ADD_OFFSETS
+                and weather.late_by_itself
+                and (name := _transactional_id(frame)) in self._late
+            ):
+                await self._deliver([name])
+            if weather.cut in (Cut.BEFORE, Cut.AFTER) and api in _COMMITS:
                 self.on_cut(f"a commit (api {api}) is cut off {weather.cut} it came to the broker")
                 if weather.cut is Cut.BEFORE:
                     break
@@ -191,6 +238,14 @@ class Proxy:
             answers.put(frame, self.weather.wait())
         answers.put(_END, 0.0)
         requests.put(_END, 0.0)
+
+
+def _transactional_id(frame: bytes) -> bytes:
+    """Of a request that begins with it. Its version must be one whose header and strings have no variable lengths."""
+    client = int.from_bytes(frame[8:10], "big", signed=True)
+    at = 10 + max(0, client)
+    size = int.from_bytes(frame[at : at + 2], "big")
+    return frame[at + 2 : at + 2 + size]
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:

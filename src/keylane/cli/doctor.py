@@ -163,7 +163,7 @@ def _app(reference: str | None, source: str | None, tasks: int | None) -> AppFac
         sinks=app.sinks,
         order=app.order,
         ledger=app.ledger is not None,
-        states=bool(app.states),
+        states=app.keeps_state,
         spool=app.spool,
         tasks=tasks,
     )

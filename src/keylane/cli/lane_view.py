@@ -158,7 +158,12 @@ def _count(command: Command) -> int | None:
 
 
 def _what(action: AuditEntry) -> str:
-    return f"cancel {action.withdraws}" if action.withdraws else _action(action.do, action.letters)
+    if action.withdraws:
+        return f"cancel {action.withdraws}"
+    if action.scope:
+        what = {"app": "", "partition": f" partition {action.partition}", "stage": f" stage {action.stage}"}
+        return f"{action.do}{what.get(action.scope, f' {action.scope}')}"
+    return _action(action.do, action.letters)
 
 
 def _at(command: Command | AuditEntry) -> str:

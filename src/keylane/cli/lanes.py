@@ -17,6 +17,7 @@ from keylane.cli.lane_view import (
     print_lanes,
 )
 from keylane.cli.named_lane import NamedLane
+from keylane.cli.pause import pause_lines, pauses_of
 from keylane.errors import KeylaneError, SettingsError
 from keylane.key_text import printable
 from keylane.lanes.lane_record import LaneStatus
@@ -77,10 +78,13 @@ def list_(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with AdminClient(client(bootstrap, option), name) as operator:
         found = stopped_lanes(operator.lanes(), operator.open_commands())
+        paused = operator.pauses()
     if as_json:
         typer.echo(json.dumps([lane_facts(lane) for lane in found]))
     else:
         print_lanes(name, found, time.time(), limit)
+        for line in pause_lines(paused, time.time()):
+            typer.echo(line)
 
 
 @app.command()
@@ -104,10 +108,11 @@ def show(
     with AdminClient(settings, name) as operator:
         found = named.of(stopped_lanes(operator.lanes(), operator.open_commands()))
         actions = operator.audit()
+        paused = pauses_of(operator.pauses(), named.key)
     if not found:
         partition, offset = named.at or (next((a.partition for a in actions if a.key == named.key), 0), None)
         lane = StoppedLane(partition=partition, key=named.key, offset=offset, record=None, commands=())
-        if not trail(actions, lane):
+        if not trail(actions, lane) and not paused:
             raise KeylaneError(f"{named.not_stopped(name)}, and has never been given a command")
         found = [lane]
     if as_json:
@@ -118,6 +123,8 @@ def show(
         if number:
             typer.echo()
         print_lane(name, lane, trail(actions, lane), time.time(), settings.bootstrap)
+    for line in pause_lines(paused, time.time()):
+        typer.echo(line)
 
 
 @app.command()

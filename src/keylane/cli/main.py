@@ -16,10 +16,12 @@ from keylane.cli.doctor import doctor
 from keylane.cli.lag import lag
 from keylane.cli.layout import safe
 from keylane.cli.metrics import metrics
+from keylane.cli.pause import pause, resume
 from keylane.cli.plan import plan
 from keylane.cli.race import race
 from keylane.cli.run import run
 from keylane.cli.seed import seed
+from keylane.cli.state import app as state
 from keylane.cli.verify import verify
 from keylane.cli.versions import app as versions
 from keylane.errors import KeylaneError
@@ -62,6 +64,9 @@ app.command()(seed)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(lanes.app, name="lanes")
 app.add_typer(versions, name="versions")
+app.add_typer(state, name="state")
+app.command()(pause)
+app.command()(resume)
 app.command()(plan)
 app.command()(verify)
 app.command()(lag)

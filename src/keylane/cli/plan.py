@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
 
 from keylane.cli.arguments import App, Bootstrap, Json, Options, client
+from keylane.cli.pause import pause_facts, pause_lines
 from keylane.errors import SettingsError
 from keylane.offsets.assignment import Assignment, make_plan
 from keylane.offsets.shard import WHOLE
@@ -40,6 +42,7 @@ def plan(
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with AdminClient(client(bootstrap, option), name) as operator:
         plans = operator.plans()
+        paused = operator.pauses()
     if not plans:
         raise SettingsError(f"app {name!r} has not planned an epoch yet: run it first")
     for found in plans:
@@ -48,9 +51,13 @@ def plan(
             partitions = sorted({one.partition for task in shared.tasks for one in task})
             shared = make_plan(partitions, tasks, before=shared)
         if as_json:
-            typer.echo(json.dumps(_facts(name, found, shared, planned=tasks is None)))
+            facts = _facts(name, found, shared, planned=tasks is None)
+            typer.echo(json.dumps(facts | {"paused": list(map(pause_facts, paused))}))
         else:
             _show(name, found, shared, tasks)
+    if not as_json:
+        for line in pause_lines(paused, time.time()):
+            typer.echo(line)
 
 
 def _show(name: str, found: dict[str, Any], shared: Assignment, tasks: int | None) -> None:

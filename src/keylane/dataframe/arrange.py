@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark import TaskContext
@@ -75,6 +75,7 @@ def run(df: DataFrame, app: AppSpec, named: Columns, partitions: int | None) -> 
     if plan.stream:
         _check_stream(app, named, plan)
     count = partitions or spark.sparkContext.defaultParallelism
+    plan = replace(plan, tasks=count)
     orders = [f"{ORDER}{number}" for number in range(len(named.order_by))]
     # Rows without a key have no order, so they are spread over all tasks.
     spread = f.when(f.col("key").isNull(), f.hash(*orders))

@@ -64,6 +64,8 @@ class FramePlan:
     event_id: bool
     stream: bool
     """A stream: Spark does not sort its rows."""
+    tasks: int = 1
+    """How many tasks share the rows, and the app's rates."""
 
 
 class FrameRecord(PlainRecord):

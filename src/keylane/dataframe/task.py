@@ -198,7 +198,7 @@ class FrameTask:
 
     async def _run(self) -> None:
         async with open_pipeline(self._app) as steps:
-            engine = Engine(self._app, steps, self._output, on_done=self._out.put)
+            engine = Engine(self._app, steps, self._output, on_done=self._out.put, share=1 / self._plan.tasks)
             self._over, self._abandoned = asyncio.Event(), asyncio.Event()
             self._feed = engine.accept
             self._loop = asyncio.get_running_loop()

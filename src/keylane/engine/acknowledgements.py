@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.runner_pool import RunnerPool
+    from keylane.engine.timers import TimerQueue
     from keylane.engine.versions import Versions
     from keylane.lanes.lane_table import LaneTable
 
@@ -54,6 +55,7 @@ class Acknowledgements:
         ] = []  # written by refused(): what was not written, and the errors
         self.versions: Versions | None = None  # written by the engine, once
         self.states: LaneStates | None = None  # written by the engine, once
+        self.timers: TimerQueue | None = None  # written by the engine, once
         self._table = table
         self._pool = pool
         self._life = life
@@ -106,13 +108,15 @@ class Acknowledgements:
             delivery.finished = now
         done = self._table.settle(deliveries)
         if done:
+            if self.states is not None:
+                self.states.done(done)
+                if self.timers is not None:
+                    done = self.timers.done(done)
             for delivery in self._counters.add_done(done):
                 if not delivery.redriven:  # the message of a dead letter may wait in its lane
                     self._duplicates.done(delivery)
             if self._attempts:
                 self._attempts.forget_done(done)
-            if self.states is not None:
-                self.states.done(done)
             if self.versions is not None:
                 for delivery in done:
                     self.versions.done(delivery)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from keylane.engine.delivery import Delivery
     from keylane.lanes.lane_record import RetryState
+    from keylane.offsets.slots import Slots
 
 Position = tuple[int, int]
 """Partition and offset."""
@@ -62,6 +63,12 @@ class RetryAttempts:
     def forget(self, partition: int, offset: int) -> None:
         """The message is no longer in the log, or its lane is blocked: a release gives it all its attempts."""
         self._states.pop((partition, offset), None)
+
+    def forget_range(self, partition: int, slots: Slots) -> None:
+        """Another worker has these slots, and what was persisted about them."""
+        for place, state in list(self._states.items()):
+            if place[0] == partition and state.slot in slots:
+                del self._states[place]
 
     def by_partition(self) -> dict[int, dict[int, RetryState]]:
         """What to persist, by partition and offset."""

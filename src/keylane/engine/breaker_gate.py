@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from keylane.engine.admission import NotAdmittedError
 from keylane.policies.breaker import Circuit, CircuitState
 
 if TYPE_CHECKING:
@@ -17,12 +18,11 @@ if TYPE_CHECKING:
     from keylane.policies.breaker import Breaker
 
 
-class BreakerOpenError(Exception):
-    """The stage may not be called now. Internal to the engine; it does not count as an attempt."""
+class BreakerOpenError(NotAdmittedError):
+    """The stage may not be called now, because its breaker is open."""
 
     def __init__(self, gate: BreakerGate) -> None:
-        super().__init__(f"the breaker of stage {gate.stage!r} is open")
-        self.gate = gate
+        super().__init__(gate, f"the breaker of stage {gate.stage!r} is open")
 
 
 class BreakerGate:

@@ -9,7 +9,7 @@ from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     from keylane.engine.engine import Engine
-    from keylane.engine.lane_state import MessageState
+    from keylane.engine.lane_state import MessageState, Name, StoredValue
     from keylane.engine.results import ResultRecord
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import RetryState
@@ -71,6 +71,9 @@ class Delivery(Message):
 
     One object serves as the message, the lane's queue entry and the producer's delivery callback, instead of three.
     """
+
+    timer: str | None = None
+    """The timer that fires, if it is not a message of the source."""
 
     __slots__ = (
         "attempts",
@@ -210,3 +213,21 @@ class StatefulRouted(Routed):
         self.state = None
         self.stage, self.decoded, self.value = 0, False, self.original
         self.handler, self.route, self.results = 0, None, []
+
+
+class TimerDelivery(StatefulRouted):
+    """A timer that fires: a message in its lane that is not in the source.
+
+    Key and headers are its own, ``value`` is the timer's, and ``timestamp`` the time at which it was due. ``offset`` is
+    that of the message which set it.
+    """
+
+    __slots__ = ("dropped", "name", "stored", "timer")
+
+    def __init__(self, record: Record, engine: Engine, timer: str, name: Name, stored: StoredValue) -> None:
+        super().__init__(record, engine)
+        self.timer = timer
+        self.name = name
+        self.stored = stored
+        self.decoded = True
+        self.dropped = False  # it has left its lane without firing

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from keylane.engine.delivery import Routed
+    from keylane.engine.pauses import Pauses
     from keylane.engine.results import ResultRecord
     from keylane.message import Message
     from keylane.spec import AppSpec
@@ -29,8 +30,9 @@ DISPATCH = "(dispatch)"
 class Dispatcher:
     """Of one engine; used on its loop only."""
 
-    def __init__(self, app: AppSpec, steps: Sequence[Step]) -> None:
+    def __init__(self, app: AppSpec, steps: Sequence[Step], pauses: Pauses) -> None:
         self._app = app
+        self._pauses = pauses
         self._maker = ResultMaker(app)
         self._routes: dict[str, tuple[Step, ...]] = {}
         self._otherwise: tuple[Step, ...] | None = None
@@ -64,6 +66,8 @@ class Dispatcher:
             self._count_attempts(delivery)
         while delivery.handler < len(route):
             step = route[delivery.handler]
+            if self._pauses.active:
+                self._pauses.check(delivery, step.name)
             value = await step.call(delivery)
             if value is not None:
                 # The first handler's results have the app's name alone in their ids.

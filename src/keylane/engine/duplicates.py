@@ -128,6 +128,14 @@ class Duplicates:
                 del self.waiting[place]
                 self._first.pop(place, None)
 
+    def forget_partition(self, partition: int) -> None:
+        """Another worker has this partition: its event ids are read again when it comes back."""
+        self._windows.pop(partition, None)
+        self._redriven.pop(partition, None)
+        for places in (self.waiting, self._first):
+            for place in [place for place in places if place[0] == partition]:
+                del places[place]
+
     def came_through(self, letter: Message) -> None:
         """Parked letters that repeat this message do not run.
 

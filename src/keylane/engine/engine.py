@@ -37,16 +37,19 @@ from keylane.engine.lane_batch_runner import LaneBatchRunner
 from keylane.engine.lane_state import LaneStates, MemoryValues
 from keylane.engine.lifecycle import Lifecycle
 from keylane.engine.message_runner import MessageRunner
+from keylane.engine.pauses import Pauses
 from keylane.engine.pipeline import pipeline_of
 from keylane.engine.refetch import Refetches
 from keylane.engine.runner_pool import RunnerPool
 from keylane.engine.scheduler import LaneScheduler
 from keylane.engine.stopped_lanes import StoppedLanes
+from keylane.engine.timers import TimerQueue
 from keylane.engine.version_store import VersionStore
 from keylane.engine.versions import VersionedTable, Versions
 from keylane.errors import KeylaneError
 from keylane.lanes.lane_table import Lane, LaneStatistics, LaneTable
 from keylane.lanes.ordering import GLOBAL
+from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -57,10 +60,17 @@ if TYPE_CHECKING:
     from keylane.engine.output import Output
     from keylane.engine.stages import Step
     from keylane.lanes.lane_record import LaneRecord, RetryState
+    from keylane.lanes.lane_table import Holds
     from keylane.message import Record
+    from keylane.offsets.slots import Slots
     from keylane.offsets.watermark import PartitionProgress
     from keylane.outcome import Outcome
     from keylane.spec import AppSpec
+
+_RELEASE_LOOK_SECONDS = 0.01
+"""Time between two looks whether what has begun of a range that is released has ended."""
+_CUT_OFF_SECONDS = 2.0
+"""Time for which a call that was cancelled, because its range is released, may still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +104,8 @@ class Engine:
 
     ``store`` has the versions that are done, for an app with version ordering. ``duplicates`` are those of an earlier
     epoch of the same task. ``values`` has the committed lane state, for an app with states, and ``record_limit`` is the
-    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known.
+    largest record that its topic takes. ``source_id`` is Kafka's id of the source topic, if known. ``share`` is the
+    part of the app's rates that this task has.
     """
 
     def __init__(
@@ -115,6 +126,7 @@ class Engine:
         values: ValueStore | None = None,
         record_limit: int = 0,
         source_id: str = "",
+        share: float = 1.0,
         wall: Callable[[], float] = time.time,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -124,6 +136,7 @@ class Engine:
         self.wall = wall
         self.source_id = source_id
         self._order = app.order
+        self._slot_of = app.slot_of
         # None where every key is a lane: the hot path.
         self._lane_key = None if app.order.by_key else app.order.lane_key
         self.clock = Clock(loop, wall)
@@ -131,7 +144,8 @@ class Engine:
         self.counters = MessageCounters()
         self.duplicates = duplicates or Duplicates(app.idempotency, app.order)
         self._attempts = RetryAttempts()
-        self._pipeline = pipeline_of(app, steps, output)
+        self.pauses = Pauses(loop)
+        self._pipeline = pipeline_of(app, steps, output, self.pauses)
         hooks = Hooks(app)
 
         self.refetches = Refetches(
@@ -200,6 +214,7 @@ class Engine:
             hooks=hooks,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             rng=rng,
         )
         self.versions: Versions | None = None
@@ -219,9 +234,24 @@ class Engine:
             )
             self.stopped_lanes.on_redriven = self.versions.resume
         self.states: LaneStates | None = None
-        if app.states:
+        self.timers: TimerQueue | None = None
+        if app.keeps_state:
             self.states = self._acks.states = LaneStates(
                 app, values or MemoryValues(), wall=wall, record_limit=record_limit
+            )
+        if app.timers and self.states is not None:
+            self.timers = self._acks.timers = failures.timers = self.states.timers = TimerQueue(
+                app,
+                self.states,
+                engine=self,
+                table=self.table,
+                lanes=self._lanes,
+                acks=self._acks,
+                stopped_lanes=self.stopped_lanes,
+                output=output,
+                clock=self.clock,
+                life=self.life,
+                loop=loop,
             )
         runner = LaneBatchRunner if any(step.lane_batch is not None for step in steps) else MessageRunner
         self._runner = runner(
@@ -236,13 +266,19 @@ class Engine:
             duplicates=self.duplicates,
             versions=self.versions,
             states=self.states,
+            timers=self.timers,
             counters=self.counters,
             clock=self.clock,
             life=self.life,
+            pauses=self.pauses,
             loop=loop,
         )
         self._pool.attach(self._runner.run)
         self.skew = HotKeyDetector(self.table, tell=lambda hot: hooks.call("hot", hot))
+        self.pauses.attach(resume=self._lanes.resume)
+        for step in steps:
+            if step.rate is not None:
+                step.rate.attach(resume=self._lanes.resume, share=share)
         self._batchers = [step.batcher for step in steps if step.batcher is not None]
         for batcher in self._batchers:
             batcher.attach(self.table, alone=app.order is GLOBAL)
@@ -258,6 +294,8 @@ class Engine:
         """Restore what was persisted: attempts by partition and offset, stopped lanes, lanes to be redriven."""
         self._attempts.restore(kept)
         self.stopped_lanes.restore(lanes, held)
+        if self.timers is not None:
+            self.timers.begin()
 
     def note_done_before(self, records: Iterable[Record]) -> None:
         """Records that were done before a restart and are read again, so that what repeats them is recognised.
@@ -344,6 +382,55 @@ class Engine:
         finally:
             await self.abort()
 
+    async def release(self, partition: int, slots: Slots, timeout: float) -> bool:  # noqa: ASYNC109 - a result
+        """Start nothing more of a range, and wait until what has begun of it is durable. Other ranges keep running.
+
+        What has not begun is forgotten, also heads that wait for a retry or are stopped: their attempts and records
+        are kept until :meth:`forget`. Nothing of the range may be accepted any more. What still runs after ``timeout``
+        seconds is cancelled and is not done. Returns False if it does not end then either, or must not be cancelled
+        alone: in a thread, or in a batch with messages of others. Raises the engine's failure.
+        """
+        holds, among = self._holds(partition, slots), None
+        deadline, cut_off = self.clock.now() + timeout, False
+        while not self.draining:
+            removed, left = self.table.shed(holds, self.stopped_lanes.is_pinned, among)
+            self.counters.accepted -= removed
+            self._pool.ensure_runner()
+            self.life.changed()
+            if self.failure.done():
+                self.failure.result()
+            if self.refetches.are_open(holds):
+                among = None
+            elif not left:
+                return True
+            else:
+                among = left
+            if self.clock.now() >= deadline:
+                if cut_off or not self._may_cut_off:
+                    return False
+                self._pool.cut_off(left)
+                deadline, cut_off = self.clock.now() + _CUT_OFF_SECONDS, True
+            await asyncio.sleep(_RELEASE_LOOK_SECONDS)
+        return False
+
+    @property
+    def _may_cut_off(self) -> bool:
+        """Whether every call is of one message, and ends when it is cancelled."""
+        return not any(step.batcher or step.lane_batch or step.threads for step in self._pipeline.opened)
+
+    def forget(self, ranges: Mapping[int, Slots]) -> None:
+        """Another worker owns these ranges now, and has what was persisted about them."""
+        for partition, slots in ranges.items():
+            self._attempts.forget_range(partition, slots)
+            self.stopped_lanes.forget_range(self._holds(partition, slots))
+            self.duplicates.forget_partition(partition)
+
+    def _holds(self, partition: int, slots: Slots) -> Holds:
+        if slots == ALL:
+            return lambda found, _key, _offset: found == partition
+        slot_of = self._slot_of
+        return lambda found, key, offset: found == partition and slot_of(key, offset) in slots
+
     async def abort(self) -> bool:
         """Cancel what runs, without waiting for results. Nothing that was running is done.
 
@@ -354,21 +441,42 @@ class Engine:
         self._lanes.close()
         self.capacity.close()
         self.clock.close()
+        if self.timers is not None:
+            self.timers.close()
         if self.versions is not None:
             self.versions.close()
         for step in self._pipeline.opened:
             if step.gate is not None:
                 step.gate.close()
+            if step.rate is not None:
+                step.rate.close()
+        self.pauses.close()
         return not self._pool.stage_survived
 
     # Queries.
+
+    def set_share(self, share: float) -> None:
+        """The task has another part of the app's rates from now on."""
+        for step in self._pipeline.opened:
+            if step.rate is not None:
+                step.rate.set_share(share)
+
+    def holds(self) -> dict[str, int]:
+        """What holds lanes back now besides breakers, in words, and how many lanes wait for it: rates and pauses."""
+        found = {
+            f"rate of stage {step.name}": step.rate.waiting
+            for step in self._pipeline.opened
+            if step.rate is not None and step.rate.waiting
+        }
+        return found | self.pauses.holds()
 
     @property
     def resting(self) -> bool:
         """Whether nothing is left to do, except in stopped lanes."""
         if self.promised or not self.clock.idle or (self.versions is not None and not self.versions.resting):
             return False
-        return self.held == 0 or (self.table.quiet and not self.table.unsettled)
+        idle = self.held == 0 and (self.timers is None or not self.timers.in_flight)
+        return idle or (self.table.quiet and not self.table.unsettled)
 
     @property
     def draining(self) -> bool:

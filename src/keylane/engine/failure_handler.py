@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from keylane.engine.breaker_gate import BreakerOpenError
-from keylane.engine.delivery import FailureState
+from keylane.engine.admission import NotAdmittedError
+from keylane.engine.delivery import FailureState, TimerDelivery
 from keylane.errors import FailureGuardError, KeylaneError
 from keylane.lanes.lane_record import LaneRecord, LaneStatus, RetryState
 from keylane.logs import short, where
@@ -19,6 +19,7 @@ from keylane.outcome import Outcome
 from keylane.policies.classify import FailureKind, classify
 from keylane.policies.failure_guard import FailureRate
 from keylane.policies.failure_info import FAILURES_KEPT, FailedAttempt, FailureInfo
+from keylane.policies.known_errors import asks_all_to_wait
 from keylane.safe_text import valid
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.hooks import Hooks
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stages import Step
     from keylane.engine.stopped_lanes import StoppedLanes
+    from keylane.engine.timers import TimerQueue
     from keylane.lanes.lane_table import Lane
     from keylane.policies.breaker import CircuitState
     from keylane.policies.failure_policy import FailurePolicy
@@ -63,9 +66,12 @@ class FailureHandler:
         hooks: Hooks,
         clock: Clock,
         life: Lifecycle,
+        pauses: Pauses,
         rng: Callable[[], float],
     ) -> None:
         self.hooks = hooks
+        self.timers: TimerQueue | None = None  # written by the engine, once
+        self._pauses = pauses
         self._pipeline = pipeline
         self._lanes = lanes
         self._stopped_lanes = stopped_lanes
@@ -88,10 +94,10 @@ class FailureHandler:
         self, lane: Lane[Delivery], delivery: Delivery, error: BaseException, step: Step | None = None
     ) -> None:
         """An attempt at the lane's head raised this error. With ``step`` it failed before that stage was called."""
-        if isinstance(error, BreakerOpenError):
+        if isinstance(error, NotAdmittedError):
             self.ended(delivery, "held")
             delivery.attempts -= 1  # the stage was not reached
-            self._lanes.wait_for_breaker(lane)
+            self._lanes.wait_for_stage(lane)
             error.gate.wait(lane)
             return
         ended = self.ended if step is None else _untold
@@ -100,6 +106,8 @@ class FailureHandler:
         verdict = classify(error, step.rules)
         failure_state = self._note(delivery, step.name, error, wall)
         if verdict.failure is FailureKind.TRANSIENT:
+            if verdict.delay and asks_all_to_wait(error):
+                self._pauses.hold_stage(step.name, min(verdict.delay, step.retry.wait_asked_max))
             wait = step.retry.wait(
                 delivery.attempt, self._rng, elapsed=wall - failure_state.since, asked=verdict.delay
             )
@@ -159,7 +167,9 @@ class FailureHandler:
         self._counters.retries += 1
         self.hooks.call("retry", delivery, error, wait)
         delivery.attempt = failure_state.attempt
-        if failure_state.letter is None:  # otherwise its redrive counts the attempts
+        if (
+            failure_state.letter is None and delivery.timer is None
+        ):  # else a redrive, or the timer, begins again
             state = RetryState(
                 stage=failure_state.stage,
                 attempt=failure_state.attempt,
@@ -175,6 +185,13 @@ class FailureHandler:
 
     def _give_up(self, lane: Lane[Delivery], delivery: Delivery, letter: FailureInfo, ended: Ended) -> None:
         """Apply the app's policy. A redriven message is a dead letter already; its lane has continued without it."""
+        if isinstance(delivery, TimerDelivery) and self.timers is not None:
+            log.warning(
+                "timer %r of lane %r failed for good: %s", delivery.timer, short(delivery.key), letter.message
+            )
+            self.hooks.call("dead", delivery, letter)
+            self.timers.failed(lane, delivery, letter)
+            return
         policy = self._policy
         delivery.error = f"{letter.error.rpartition('.')[2]}: {letter.message}"[:_ERROR_CHARACTERS_MAX]
         redriven = delivery.failure_state is not None and delivery.failure_state.letter is not None
@@ -210,7 +227,7 @@ class FailureHandler:
 
     def ended(self, delivery: Delivery, outcome: str) -> None:
         """Notify the observer."""
-        if self._observer is not None:
+        if self._observer is not None and delivery.timer is None:
             self._observer.ended(delivery, delivery.attempts, outcome)
 
     def _breaker(self, stage: str, state: CircuitState) -> None:

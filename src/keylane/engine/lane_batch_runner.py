@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from keylane.engine.breaker_gate import BreakerOpenError
+from keylane.engine.admission import NotAdmittedError
 from keylane.engine.message_runner import RUN_MESSAGES_MAX, MessageRunner
 from keylane.engine.output import SentAloneError
 
@@ -81,6 +81,8 @@ class LaneBatchRunner(MessageRunner):
         while following is not None and len(batch) < stage.max_size:
             if self._is_alone(following) or following.begun or self._is_checked(lane, following):
                 break
+            if following.key != head.key and self._pauses.active:
+                break  # a key may be paused
             try:
                 self._pipeline.decode_value(following)
             except Exception:
@@ -127,9 +129,11 @@ class LaneBatchRunner(MessageRunner):
             head = batch[0]
             problem: BaseException | None = None
             try:
+                if self._pauses.active:
+                    self._pauses.check(head, stage.name)
                 self._pipeline.decode_value(head)
                 outcomes = await stage.outcomes(batch)
-            except BreakerOpenError as error:
+            except NotAdmittedError as error:
                 return batch, [error]
             except asyncio.CancelledError:
                 if self._life.stopping:

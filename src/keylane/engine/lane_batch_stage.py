@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from keylane.engine.admission import NotAdmittedError
 from keylane.engine.breaker_gate import BreakerOpenError
 from keylane.handlers.batches import as_table, read_results
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from keylane.engine.breaker_gate import BreakerGate
+    from keylane.engine.rate_gate import RateGate
     from keylane.handlers.payloads import Read
     from keylane.message import Message
 
@@ -35,13 +37,15 @@ class LaneBatchStage:
         read: Read | None,
         table: bool,
         gate: BreakerGate | None,
+        rate: RateGate | None,
     ) -> None:
         self.max_size = max_size
         self.read = read
-        self._stage = stage
+        self.name = stage
         self._call = call
         self._as_table = table
         self._gate = gate
+        self._rate = rate
         self._room = None if limit is None else asyncio.Semaphore(limit)
         self._room_for_retries = (
             None if limit is None else asyncio.Semaphore(max(1, int(limit * retry_share)))
@@ -61,10 +65,15 @@ class LaneBatchStage:
             return await self._guarded(messages)
 
     async def _guarded(self, messages: Sequence[Message]) -> list[Any]:
-        given, count = self._argument(messages)
         gate = self._gate
+        if self._rate is not None and (gate is None or not gate.shut):
+            admitted = self._rate.admitted(messages)
+            if not admitted:
+                raise NotAdmittedError(self._rate, f"stage {self.name!r} is at its rate")
+            messages = messages[:admitted]
+        given, count = self._argument(messages)
         if gate is None:
-            return read_results(self._stage, await self._call(given), count)
+            return read_results(self.name, await self._call(given), count)
         generations: list[int] = []
         while len(generations) < count and (found := gate.admit()) is not None:
             generations.append(found)
@@ -72,7 +81,7 @@ class LaneBatchStage:
             raise BreakerOpenError(gate)
         try:
             returned = await self._call(given[: len(generations)])
-            outcomes = read_results(self._stage, returned, len(generations))
+            outcomes = read_results(self.name, returned, len(generations))
         except BaseException as error:
             for generation in generations:
                 gate.ended(generation, error)

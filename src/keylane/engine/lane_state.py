@@ -7,23 +7,29 @@ store has it. Messages become done in lane order, so a commit never contains a c
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from keylane.engine.delivery import TimerDelivery
 from keylane.errors import Poison
 from keylane.handlers.state import State, StateCodec
+from keylane.handlers.timers import Timers, timer_of
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from keylane.engine.delivery import Delivery
+    from keylane.engine.timers import TimerQueue
     from keylane.handlers.state import StateParameter
+    from keylane.handlers.timers import Timer
     from keylane.message import Message
     from keylane.spec import AppSpec
 
 _COUNTS = (Outcome.OK, Outcome.IGNORED)
-VALUE = "s/"
-"""Prefix of the tag of a state."""
+VALUE, TIMER = "s/", "t/"
+"""Prefixes of the tags of states and timers."""
 KEY_BYTES_ROOM = 2_000
 """Bytes of a record besides its content and key: labels, batch."""
 
@@ -40,7 +46,7 @@ class StoredValue:
         self.content = content
         """JSON; None if the value was removed."""
         self.due = due
-        """Milliseconds since 1970 when it expires; 0 if it does not."""
+        """Milliseconds since 1970 when a state expires (0: never), or when a timer is due."""
         self.offset = offset
         """The message that set it."""
 
@@ -60,12 +66,23 @@ class ValueStore(Protocol):
     def put(self, changes: Mapping[Name, StoredValue]) -> None:
         """These changes were committed."""
 
+    def due(self, until: int, prefix: str, limit: int, *, after: int = 0) -> list[tuple[Name, StoredValue]]:
+        """Values of this kind with a time above ``after`` and up to ``until``, the earliest first."""
+
+    def next_due(self, prefix: str, *, after: int = 0) -> int | None:
+        """The earliest time above ``after`` of a value of this kind."""
+
 
 class MemoryValues:
-    """A store in memory, for tests and DataFrames."""
+    """A store in memory, for tests and DataFrames. ``owns``: whose timers fire here, when others share the values."""
 
-    def __init__(self, values: dict[Name, StoredValue] | None = None) -> None:
+    def __init__(
+        self,
+        values: dict[Name, StoredValue] | None = None,
+        owns: Callable[[int, bytes], bool] = lambda _partition, _lane: True,
+    ) -> None:
         self.values = {} if values is None else values
+        self._owns = owns
 
     def get(self, name: Name) -> StoredValue | None:
         """The value, or None."""
@@ -83,14 +100,33 @@ class MemoryValues:
             else:
                 self.values[name] = value
 
+    def due(self, until: int, prefix: str, limit: int, *, after: int = 0) -> list[tuple[Name, StoredValue]]:
+        """Values of this kind with a time above ``after`` and up to ``until``, the earliest first."""
+        found = [
+            (name, value)
+            for name, value in self.values.items()
+            if name[2].startswith(prefix) and after < value.due <= until and self._owns(name[0], name[1])
+        ]
+        return sorted(found, key=lambda item: item[1].due)[:limit]
+
+    def next_due(self, prefix: str, *, after: int = 0) -> int | None:
+        """The earliest time above ``after`` of a value of this kind."""
+        times = (
+            value.due
+            for name, value in self.values.items()
+            if name[2].startswith(prefix) and value.due > after and self._owns(name[0], name[1])
+        )
+        return min(times, default=None)
+
 
 class Attempt:
-    """The states of one attempt at one stage, by parameter."""
+    """The states of one attempt at one stage, and the lane's timers if it takes them, by parameter."""
 
-    __slots__ = ("arguments",)
+    __slots__ = ("arguments", "timers")
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], timers: Timers | None) -> None:
         self.arguments = arguments
+        self.timers = timers
 
 
 class MessageState:
@@ -122,12 +158,15 @@ class LaneStates:
         self._record_limit = record_limit
         self._one_partition = app.order.max_tasks == 1  # a lane spans partitions: its values are in the first
         self._codecs = {name: spec.codec() for name, spec in app.states.items()}
+        self._timer_names = frozenset(app.timers)
+        self._loop = asyncio.get_running_loop()
+        self.timers: TimerQueue | None = None  # written by the engine, once
         self._passed: dict[Name, StoredValue] = {}  # of messages that have passed, until it is written
         self._done: dict[Name, StoredValue] = {}  # of messages that are done, until it is written
 
     # For stages.
 
-    def begin(self, delivery: Delivery, taken: Sequence[_Taken]) -> MessageState:
+    def begin(self, delivery: Delivery, taken: Sequence[_Taken], timers: str | None = None) -> MessageState:
         """Begin an attempt: read the states that its stage takes. Raises :class:`Poison` without a lane."""
         state: MessageState | None = delivery.state  # type: ignore[attr-defined]  # of the class for apps with states
         if state is None:
@@ -144,8 +183,35 @@ class LaneStates:
             value = state.changes.get(tag) or self.current((state.partition, state.lane, tag))
             content = None if value is None else value.content
             arguments[parameter] = State(codec, delivery.key, content)
-        state.attempt = Attempt(arguments)
+        given = None
+        if timers is not None:
+            given = arguments[timers] = Timers(self._timer_names, partial(self._timers_of, state), self._wall)
+        state.attempt = Attempt(arguments, given)
         return state
+
+    def _timers_of(self, state: MessageState) -> Mapping[str, Timer]:
+        """The lane's timers as its next message sees them, from any thread."""
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if not on_loop:
+            return asyncio.run_coroutine_threadsafe(self._timers_on_loop(state), self._loop).result()
+        values = dict(self._store.lane(state.partition, state.lane))
+        values |= {
+            name[2]: value
+            for name, value in self._passed.items()
+            if name[:2] == (state.partition, state.lane)
+        }
+        values |= state.changes
+        return {
+            name: timer_of(name, value.due, value.content)
+            for tag, value in values.items()
+            if tag.startswith(TIMER) and value.content is not None and (name := tag.removeprefix(TIMER))
+        }
+
+    async def _timers_on_loop(self, state: MessageState) -> Mapping[str, Timer]:
+        return self._timers_of(state)
 
     def keep(self, delivery: Delivery, state: MessageState, taken: Sequence[_Taken]) -> None:
         """The attempt ended well: keep what it has changed. Raises :class:`Poison` for what cannot be stored."""
@@ -161,6 +227,9 @@ class LaneStates:
                     due = int((self._wall() + codec.spec.ttl) * 1000)
                 self._check_record(codec, state.lane, content)
             found.append((tag, StoredValue(content, due, delivery.offset)))
+        if state.attempt is not None and state.attempt.timers is not None:
+            for timer, change in state.attempt.timers.close().items():
+                found.append((TIMER + timer, StoredValue(change.content, change.due, delivery.offset)))
         state.attempt = None
         state.changes.update(found)
 
@@ -189,6 +258,8 @@ class LaneStates:
 
     def passed(self, delivery: Delivery) -> None:
         """The message has passed all stages: the next one of its lane sees its changes."""
+        if isinstance(delivery, TimerDelivery):
+            self._remove(delivery)
         state: MessageState | None = delivery.state  # type: ignore[attr-defined]
         if state is not None and state.changes:
             partition, lane = state.partition, state.lane
@@ -199,10 +270,33 @@ class LaneStates:
         """These messages are done: the next commit contains their changes. One that failed for good has none."""
         for delivery in deliveries:
             state: MessageState | None = delivery.state  # type: ignore[attr-defined]
-            if state is not None and state.changes and delivery.outcome in _COUNTS:
+            counts = delivery.outcome in _COUNTS or delivery.timer is not None
+            if state is not None and state.changes and counts:
                 partition, lane = state.partition, state.lane
                 for tag, value in state.changes.items():
                     self._done[partition, lane, tag] = value
+
+    def timer_failed(self, delivery: TimerDelivery) -> None:
+        """The timer's handler failed for good: nothing of it counts, except that the timer has fired."""
+        delivery.state = None
+        self.passed(delivery)
+
+    def _remove(self, delivery: TimerDelivery) -> None:
+        """The timer has fired: it is removed, unless its handler has set it again."""
+        partition, lane, tag = delivery.name
+        if delivery.state is None:
+            delivery.state = MessageState(partition, lane)
+        delivery.state.changes.setdefault(tag, StoredValue(None, 0, delivery.stored.offset))
+
+    # For timers.
+
+    def due(self, until: int, limit: int, *, after: int) -> list[tuple[Name, StoredValue]]:
+        """Committed timers, the earliest first."""
+        return self._store.due(until, TIMER, limit, after=after)
+
+    def next_due(self, *, after: int) -> int | None:
+        """The time of the next committed timer."""
+        return self._store.next_due(TIMER, after=after)
 
     # For commits.
 
@@ -218,6 +312,8 @@ class LaneStates:
                 del self._done[name]
             if self._passed.get(name) is value:
                 del self._passed[name]
+        if self.timers is not None:
+            self.timers.written(changes)
 
     def is_pending(self, name: Name) -> bool:
         """Whether a change of this value is not durable yet."""
@@ -231,13 +327,17 @@ _Taken = tuple[str, str, StateCodec]
 class StatefulCall:
     """A stage that takes states: reads them before each attempt, and keeps what a successful one has changed."""
 
-    __slots__ = ("_call", "_parameters", "_taken")
+    __slots__ = ("_call", "_parameters", "_taken", "_timers")
 
     def __init__(
-        self, call: Callable[[Message], Awaitable[Any]], parameters: Sequence[StateParameter]
+        self,
+        call: Callable[[Message], Awaitable[Any]],
+        parameters: Sequence[StateParameter],
+        timers: str | None = None,
     ) -> None:
         self._call = call
         self._parameters = parameters
+        self._timers = timers
         self._taken: tuple[LaneStates, tuple[_Taken, ...]] | None = None  # of the engine that was seen last
 
     async def __call__(self, message: Message) -> Any:
@@ -248,7 +348,7 @@ class StatefulCall:
         if self._taken is None or self._taken[0] is not states:
             self._taken = states, states.taken(self._parameters)
         taken = self._taken[1]
-        state = states.begin(delivery, taken)
+        state = states.begin(delivery, taken, self._timers)
         try:
             result = await self._call(message)
         except BaseException:

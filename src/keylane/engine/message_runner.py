@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
+from keylane.engine.delivery import TimerDelivery
 from keylane.engine.output import SentAloneError
 from keylane.errors import Poison
 
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
     from keylane.engine.failure_handler import FailureHandler
     from keylane.engine.lane_state import LaneStates
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.engine.pauses import Pauses
     from keylane.engine.pipeline import Pipeline
     from keylane.engine.runner_pool import RunnerPool
     from keylane.engine.scheduler import LaneScheduler
     from keylane.engine.stopped_lanes import StoppedLanes
+    from keylane.engine.timers import TimerQueue
     from keylane.engine.versions import Versions
     from keylane.lanes.lane_table import Lane, LaneTable
     from keylane.spec import AppSpec
@@ -46,9 +50,11 @@ class MessageRunner:
         duplicates: Duplicates,
         versions: Versions | None,
         states: LaneStates | None,
+        timers: TimerQueue | None,
         counters: MessageCounters,
         clock: Clock,
         life: Lifecycle,
+        pauses: Pauses,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._observer = app.observer
@@ -62,9 +68,11 @@ class MessageRunner:
         self._duplicates = duplicates
         self._versions = versions
         self._states = states
+        self._timers = timers
         self._counters = counters
         self._clock = clock
         self._life = life
+        self._pauses = pauses
         self._loop = loop
 
     async def run(self) -> None:
@@ -80,6 +88,8 @@ class MessageRunner:
             self._stopped_lanes.redriving,
             self._duplicates.waiting,
         )
+        pauses = self._pauses
+        paused = pauses.active  # almost always empty, too
         versioned, states = self._versions is not None, self._states
         last, turns = len(steps), 0
         lane: Lane[Delivery] | None = None
@@ -109,7 +119,7 @@ class MessageRunner:
                     await asyncio.sleep(0)
                 continue
             delivery.attempts += 1
-            if observer is not None:
+            if observer is not None and delivery.timer is None:
                 observer.started(delivery, delivery.attempts)
             try:
                 if not delivery.decoded:
@@ -120,6 +130,8 @@ class MessageRunner:
                     delivery.decoded = True
                 stage = delivery.stage
                 while stage < last:
+                    if paused:
+                        pauses.check(delivery, steps[stage].name)
                     delivery.value = await steps[stage].call(delivery)
                     stage = delivery.stage = stage + 1
                     delivery.attempt = 1
@@ -143,10 +155,15 @@ class MessageRunner:
             except asyncio.CancelledError:
                 if life.stopping:
                     raise
+                if lane in pool.cut:  # its range is released, and this took too long
+                    pool.cut.discard(lane)
+                    self._lanes.retry_after(lane, inf)
+                    lane = None
+                    continue
                 self._failures.failed(lane, delivery, RuntimeError("the stage was cancelled from inside"))
                 lane = None
             else:
-                if observer is not None:
+                if observer is not None and delivery.timer is None:
                     observer.ended(delivery, delivery.attempts, delivery.outcome)
                 if delivery.failure_state is not None:
                     self._failures.succeeded(delivery)
@@ -188,6 +205,9 @@ class MessageRunner:
 
     def _may_start(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         """Whether a head that needs a check may run now; if not, its lane was dealt with."""
+        if isinstance(delivery, TimerDelivery):
+            assert self._timers is not None  # noqa: S101 - who else has made it
+            return self._timers.may_start(lane, delivery) and self._may_try(lane, delivery)
         if not self._stopped_lanes.may_start(lane, delivery):
             return False
         repeats = not delivery.redriven and (delivery.partition, delivery.offset) in self._duplicates.waiting
@@ -196,5 +216,8 @@ class MessageRunner:
             return False
         if self._versions is not None and not self._versions.may_start(lane, delivery):
             return False
+        return self._may_try(lane, delivery)
+
+    def _may_try(self, lane: Lane[Delivery], delivery: Delivery) -> bool:
         failure_state = delivery.failure_state
         return failure_state is None or self._failures.may_start(lane, delivery, failure_state)

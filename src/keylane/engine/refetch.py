@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from keylane.engine.delivery import Delivery
     from keylane.engine.duplicates import Duplicates
     from keylane.engine.lifecycle import Lifecycle
+    from keylane.lanes.lane_table import Holds
     from keylane.lanes.ordering import Ordering
     from keylane.message import Record
 
@@ -87,6 +88,10 @@ class Refetches:
         self.incoming += len(offsets)
         self._on_evicted(partition, -len(offsets), 0)  # at once, so that nothing else takes the room
         self._fetch(ticket, partition, offsets)  # type: ignore[misc]  # nothing is evicted without it
+
+    def are_open(self, holds: Holds) -> bool:
+        """Whether messages of this range are being read again."""
+        return any(holds(one.partition, one.key, one.offsets[0]) for one in self._requests.values())
 
     def returned(self, ticket: int, records: Sequence[Record], missing: int) -> None:
         """Messages of a request, in order, in one call or several; ``missing`` are no longer in the log.

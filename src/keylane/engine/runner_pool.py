@@ -8,15 +8,18 @@ each message that waits. There is no fixed number of runners, and no lane is bou
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from keylane.lanes.lane_table import LaneState
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Collection, Coroutine
 
     from keylane.engine.delivery import Delivery
     from keylane.engine.lifecycle import Lifecycle
-    from keylane.lanes.lane_table import LaneTable
+    from keylane.lanes.lane_table import Lane, LaneTable
 
 CANCEL_SECONDS_MAX = 5.0
 """Time for which a stage that swallows its cancellation is cancelled again."""
@@ -26,7 +29,7 @@ _CANCEL_INTERVAL_SECONDS = 1.0
 class RunnerPool:
     """The runners of one engine. Used only on its loop. :meth:`attach` says what a runner does."""
 
-    __slots__ = ("_idle", "_life", "_loop", "_run", "_table", "_tasks", "scheduled", "stage_survived")
+    __slots__ = ("_idle", "_life", "_loop", "_run", "_table", "_tasks", "cut", "scheduled", "stage_survived")
 
     def __init__(self, table: LaneTable[Delivery], life: Lifecycle, loop: asyncio.AbstractEventLoop) -> None:
         self.scheduled = (
@@ -35,6 +38,9 @@ class RunnerPool:
         self.stage_survived = (
             False  # written by cancel(): a stage runs although it was cancelled again and again
         )
+        self.cut: set[Lane[Delivery]] = (
+            set()
+        )  # written by cut_off(), emptied by the runners that it has cancelled
         self._tasks: set[asyncio.Task[None]] = set()  # written by ensure_runner() and _ended()
         self._idle: deque[asyncio.Future[None]] = deque()  # written by ensure_runner() and idle()
         self._run: Callable[[], Coroutine[Any, Any, None]]
@@ -69,6 +75,17 @@ class RunnerPool:
         future = self._loop.create_future()
         self._idle.append(future)
         return future
+
+    def cut_off(self, lanes: Collection[Lane[Delivery]]) -> None:
+        """Cancel what runs of these lanes. Their heads have not run then, and wait until they are removed."""
+        for task in self._tasks:
+            coroutine = task.get_coro()
+            lane = (
+                inspect.getcoroutinelocals(coroutine).get("lane") if inspect.iscoroutine(coroutine) else None
+            )
+            if lane is not None and lane in lanes and lane.state is LaneState.RUNNING:
+                self.cut.add(lane)
+                task.cancel()
 
     async def cancel(self) -> None:
         """Cancel all runners. A stage that swallows its cancellation is cancelled again and again."""

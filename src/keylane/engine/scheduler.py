@@ -54,8 +54,8 @@ class LaneScheduler:
         """Nothing in the lane runs until :meth:`resume`."""
         self._table.stop(lane, self._clock.now())
 
-    def wait_for_breaker(self, lane: Lane[Delivery]) -> None:
-        """The head's stage may not be called until :meth:`resume`."""
+    def wait_for_stage(self, lane: Lane[Delivery]) -> None:
+        """The head's stage may not be called until :meth:`resume`: its breaker, its rate, or a pause."""
         self._table.suspend(lane, self._clock.now())
 
     def resume(self, lane: Lane[Delivery]) -> None:

@@ -18,6 +18,7 @@ from keylane.engine.batching import Batcher
 from keylane.engine.breaker_gate import BreakerGate, BreakerOpenError
 from keylane.engine.lane_batch_stage import LaneBatchStage
 from keylane.engine.lane_state import StatefulCall, arguments_of
+from keylane.engine.rate_gate import RateGate
 from keylane.engine.results import ResultMaker
 from keylane.errors import ResourceError
 from keylane.handlers.generators import gathered, with_entries_gathered
@@ -54,8 +55,12 @@ class Step:
     """Its breaker at work."""
     threads: set[int]
     """Threads that run this stage now; each adds and removes itself. Empty for an ``async def`` stage."""
+    timer: str | None = None
+    """Of a timer's handler: the timer's name."""
     batcher: Batcher | None = None
     """Of a batch stage: it brings messages together."""
+    rate: RateGate | None = None
+    """Its rate limits at work."""
     lane_batch: LaneBatchStage | None = None
     """Of a batch stage for the messages of one lane."""
 
@@ -75,6 +80,7 @@ async def open_pipeline(app: AppSpec) -> AsyncIterator[tuple[Step, ...]]:
         if app.custom_sink is not None:
             sink = await stack.enter_async_context(_opened_sink(app, app.custom_sink))
             steps.append(_sink_step(app, sink))
+        steps += [_step(app, handler, opened, stack) for handler in app.timers.values()]
         yield tuple(steps)
 
 
@@ -168,7 +174,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
     if stage.batching is not None:
         if stage.takes.states:
             function = _batch_with_states(function)
-    elif stage.takes.states:
+    elif stage.takes.keeps_state:
         function = _with_states(function, read, stage.takes.message)
     elif read is not None:
         function = _typed(function, read, stage.takes.message)
@@ -187,6 +193,9 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             loop=asyncio.get_running_loop(),
             transient=lambda error: classify(error, rules).failure is FailureKind.TRANSIENT,
         )
+    rate = None
+    if stage.rate is not None or stage.per_key is not None:
+        rate = RateGate(stage.name, stage.rate, stage.per_key, loop=asyncio.get_running_loop(), breaker=gate)
     if stage.batching is not None and stage.batching.of_lane:
         lane_batch = LaneBatchStage(
             stage.name,
@@ -197,6 +206,7 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             read=read,
             table=stage.takes.table,
             gate=gate,
+            rate=rate,
         )
     elif stage.batching is not None:
         batcher = Batcher(
@@ -211,17 +221,21 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
             states=[taken.parameter for taken in stage.takes.states],
         )
         function = _inside_gate(wrapped(batcher.call, app.middleware, stage.name), app, gate)
+        if rate is not None:
+            function = rate.guard(function)
     else:
         function = wrapped(function, app.middleware, stage.name)
         if not stage.is_async:
             function = _retries_limited(function, stage.max_concurrency or STAGE_THREADS_MAX, app.retry_share)
         if gate is not None:
             function = gate.guard(function)
+        if rate is not None:
+            function = rate.guard(function)
         if stage.is_async and stage.max_concurrency is not None:
             # Around the gate: who waits here has not been let in yet.
             function = _limited(function, stage.max_concurrency, app.retry_share)
-    if stage.takes.states:
-        function = StatefulCall(function, stage.takes.states)
+    if stage.takes.keeps_state:
+        function = StatefulCall(function, stage.takes.states, stage.takes.timers)
     return Step(
         name=stage.name,
         call=function,
@@ -230,7 +244,9 @@ def _step(app: AppSpec, stage: StageSpec, opened: dict[str, Any], stack: AsyncEx
         gate=gate,
         threads=threads,
         batcher=batcher,
+        rate=rate,
         lane_batch=lane_batch,
+        timer=stage.timer,
     )
 
 

@@ -19,7 +19,7 @@ from keylane.logs import short, where
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from keylane.engine.acknowledgements import Acknowledgements
     from keylane.engine.attempts import RetryAttempts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from keylane.engine.lifecycle import Lifecycle
     from keylane.engine.output import Output, Then
     from keylane.engine.scheduler import LaneScheduler
-    from keylane.lanes.lane_table import Lane
+    from keylane.lanes.lane_table import Holds, Lane
     from keylane.offsets.watermark import PartitionProgress
     from keylane.policies.failure_info import FailureInfo
 
@@ -458,6 +458,31 @@ class StoppedLanes:
     def _forget(self, name: Name, record: LaneRecord) -> None:
         self._remove(name)
         self._note(record.partition, record.name, None, _log_problem)
+
+    # A range that is released to another worker.
+
+    def is_pinned(self, key: Hashable) -> bool:
+        """Whether a record of this lane is being written: it decides about the message at which the lane stopped."""
+        return key in self._parking or key in self._ending
+
+    def forget_range(self, holds: Holds) -> None:
+        """Another worker has these lanes, with their records."""
+        for name in list(self.records):
+            known = [*self._others.get(name, {}).values(), self.records[name]]
+            kept = [record for record in known if not holds(record.partition, record.key, record.offset)]
+            if len(kept) == len(known):
+                continue
+            self._others.pop(name, None)
+            self._full.pop(name, None)
+            del self.records[name]
+            for record in kept:
+                self._set(record)
+            if not kept:
+                self._at.pop(name, None)
+        for place, letter in list(self._repeats.items()):
+            if holds(place[0], letter.key, place[1]):
+                del self._repeats[place]
+        self._kept_back = {key for key in self._kept_back if self._lanes.get(key) is not None}
 
     # A redrive.
 

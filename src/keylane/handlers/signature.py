@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keylane.errors import SettingsError
 from keylane.handlers.payloads import Payload
 from keylane.handlers.state import StateParameter, StateSpec, state_annotation
+from keylane.handlers.timers import is_timers
 from keylane.message import Message
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ class Signature:
     """The annotation of its result; None if unknown."""
     states: tuple[StateParameter, ...] = ()
     """Parameters that take a state of the message's lane."""
+    timers: str | None = None
+    """The parameter that takes the lane's timers."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it takes states or timers."""
+        return bool(self.states) or self.timers is not None
 
 
 def read_signature(function: Callable[..., Any], where: str) -> Signature:
@@ -50,6 +58,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
     if first.kind is first.KEYWORD_ONLY:
         raise SettingsError(f"{where}: {first.name!r} is keyword-only; the message comes by position")
     names = _names_around()
+    timers, rest = _timers_of(function, rest, names, where)
     states, rest = _states_of(function, rest, names, where)
     annotation = _annotation(function, first, names)
     payload = Payload.of(annotation)
@@ -64,6 +73,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
             misplaced=misplaced,
             returns=_returns(function, names),
             states=states,
+            timers=timers,
         )
     payload = payload.prepared(where, names)
     asks = [p.name for p in rest if _asks_for_message(function, p, names)]
@@ -78,6 +88,7 @@ def read_signature(function: Callable[..., Any], where: str) -> Signature:
         message=asks[0] if asks else None,
         returns=_returns(function, names),
         states=states,
+        timers=timers,
     )
 
 
@@ -90,6 +101,11 @@ def read_batch_signature(function: Callable[..., Any], where: str) -> Signature:
     if first.kind is first.KEYWORD_ONLY:
         raise SettingsError(f"{where}: {first.name!r} is keyword-only; the messages come by position")
     names = _names_around()
+    timers, rest = _timers_of(function, rest, names, where)
+    if timers is not None:
+        raise SettingsError(
+            f"{where}: a batch stage takes no Timers; set timers in a stage before or after it"
+        )
     states, rest = _states_of(function, rest, names, where, listed=True)
     annotation = _annotation(function, first, names)
     resources = _by_name(rest, where)
@@ -132,6 +148,20 @@ def _by_name(parameters: list[inspect.Parameter], where: str) -> tuple[str, ...]
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise SettingsError(f"{where}: {parameter.name!r} is positional-only; resources come by name")
     return tuple(parameter.name for parameter in parameters)
+
+
+def _timers_of(
+    function: Callable[..., Any], parameters: list[inspect.Parameter], names: Mapping[str, Any], where: str
+) -> tuple[str | None, list[inspect.Parameter]]:
+    """The parameter that takes the timers, and the others."""
+    found = [one for one in parameters if is_timers(_annotation(function, one, names))]
+    if len(found) > 1:
+        raise SettingsError(
+            f"{where}: {found[0].name!r} and {found[1].name!r} both take the timers; one is enough"
+        )
+    if found and found[0].kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise SettingsError(f"{where}: {found[0].name!r} is positional-only; timers come by name")
+    return (found[0].name if found else None), [one for one in parameters if one not in found]
 
 
 def _states_of(

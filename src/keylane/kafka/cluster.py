@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from confluent_kafka import Consumer
+    from confluent_kafka import Consumer, Producer
     from confluent_kafka.admin import ClusterMetadata  # type: ignore[attr-defined]
 
     from keylane.kafka.settings import KafkaSettings
@@ -93,13 +93,14 @@ def retry_while_moving(call: Callable[[], T], seconds: float = REQUEST_SECONDS) 
             time.sleep(0.1)
 
 
-def load_metadata(consumer: Consumer, topic: str) -> None:
+def load_metadata(client: Consumer | Producer, topic: str) -> None:
     """Load the topic's metadata into a new consumer. On its own it does so up to a second after its assignment.
 
-    Raises BrokerError if the topic cannot be read.
+    Likewise into any client when partitions were added. From any thread. Raises BrokerError if the topic cannot be
+    read.
     """
     try:
-        consumer.list_topics(topic, timeout=REQUEST_SECONDS)
+        client.list_topics(topic, timeout=REQUEST_SECONDS)
     except KafkaException as error:
         raise BrokerError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
 
@@ -277,7 +278,7 @@ class Cluster:
         if app.ledger is not None:
             self.ensure(app.ledger_topic, count, {"max.message.bytes": str(limit)})
         # It keeps its number of partitions too: the planner adds partitions before those of the state topic.
-        if app.states and app.lane_state not in self.topics():
+        if app.keeps_state and app.lane_state not in self.topics():
             self.ensure(app.lane_state, count, STATE_CONFIG | {"max.message.bytes": str(limit)})
         # An existing state topic keeps its number of partitions here: the planner adopts new ones.
         if app.state not in self.topics():

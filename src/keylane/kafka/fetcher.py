@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from math import inf
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import TopicPartition
@@ -18,7 +19,7 @@ from keylane.kafka.settings import outage
 from keylane.lanes.lane_table import EVICTED_ENTRIES_MAX, REFETCH_ROOM_DIVISOR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from confluent_kafka import Consumer
 
@@ -79,6 +80,8 @@ class FetchedBatch:
     """By partition; no list is empty."""
     ends: Mapping[int, int]
     """The ends of the partitions that were read to their end."""
+    removed: Collection[int] = ()
+    """Partitions of which nothing is delivered any more, because they were removed."""
 
 
 class Fetcher:
@@ -138,7 +141,11 @@ class Fetcher:
         self._bytes_left = BUFFERED_BYTES_MAX // 2
         self._batch_max = BATCH_MESSAGES
         self._full_since = 0.0
-        self.flows = {p: PartitionFlow(position=offset) for p, offset in starts.items()}
+        self.flows: Mapping[int, PartitionFlow] = {
+            p: PartitionFlow(position=offset) for p, offset in starts.items()
+        }
+        """By partition. Replaced by the thread, and never changed."""
+        self._changes: SimpleQueue[tuple[int, PartitionFlow | None, bool]] = SimpleQueue()
         self._log_end_interval = log_end_interval
         self._log_end_due = 0.0 if log_end_interval < inf else inf
         self._closing = threading.Event()
@@ -148,6 +155,16 @@ class Fetcher:
     def start(self) -> None:
         """Start the owner thread."""
         self._thread.start()
+
+    def add(self, partition: int, start: int, *, new: bool = False) -> PartitionFlow:
+        """Fetch this partition too, from this offset. Only without ``until``. ``new``: the consumer may not know it."""
+        flow = PartitionFlow(position=start)
+        self._changes.put((partition, flow, new))
+        return flow
+
+    def remove(self, partition: int) -> None:
+        """Do not fetch this partition any more. What was fetched before may still be delivered."""
+        self._changes.put((partition, None, False))
 
     def stop_fetching(self) -> None:
         """Deliver nothing more."""
@@ -176,13 +193,14 @@ class Fetcher:
 
     def _main(self) -> None:
         try:
-            if self._assigned != self._starts:
+            if self._assigned != self._starts or not self._starts:
                 self._consumer.assign([TopicPartition(self._topic, p, o) for p, o in self._starts.items()])
                 # A paused partition stays paused over assignments.
                 self._consumer.resume([TopicPartition(self._topic, p) for p in self._starts])
             for partition in self._starts:
                 self._check_end(partition, self._starts[partition])
             while not self._closing.is_set():
+                self._apply_changes()
                 if time.monotonic() >= self._log_end_due:
                     self._update_log_ends()
                 if self._may_fetch():
@@ -191,6 +209,25 @@ class Fetcher:
                     time.sleep(_FULL_SLEEP_SECONDS)
         except BaseException as error:
             self._fail(error)
+
+    def _apply_changes(self) -> None:
+        while not self._changes.empty():
+            partition, flow, new = self._changes.get()
+            if new:
+                self._consumer.list_topics(self._topic, timeout=_QUERY_SECONDS)
+            flows = dict(self.flows)
+            if partition in flows:
+                del flows[partition]
+                self._consumer.incremental_unassign([TopicPartition(self._topic, partition)])
+            if flow is not None:
+                flows[partition] = flow
+                place = TopicPartition(self._topic, partition, flow.position)
+                self._consumer.incremental_assign([place])
+                self._consumer.resume([place])  # a paused partition stays paused over assignments
+            self.flows = flows
+            if flow is None:
+                self._deliver(FetchedBatch(records={}, ends={}, removed=[partition]))
+            self._evicted_max = EVICTED_ENTRIES_MAX // max(1, len(flows))
 
     def _update_log_ends(self) -> None:
         self._log_end_due = time.monotonic() + self._log_end_interval
@@ -221,6 +258,8 @@ class Fetcher:
         groups: dict[int, list[Any]] = defaultdict(list)
         for record in records:
             groups[record.partition()].append(record)
+        if groups.keys() - self.flows.keys():  # fetched before their partition was removed
+            groups = defaultdict(list, {p: group for p, group in groups.items() if p in self.flows})
         if self._errors.missing:
             self._errors.answered(groups)
         ends: dict[int, int] = {}
@@ -254,6 +293,8 @@ class Fetcher:
         """The client's ends and errors. The messages before them are counted already."""
         for message in reports:
             kind, partition = classify(message.error()), message.partition()
+            if partition >= 0 and partition not in self.flows:
+                continue
             if kind is ErrorKind.END:
                 self._errors.answered([partition])
                 # Reported after the last message. It only says something new if offsets without a message follow.

@@ -140,6 +140,16 @@ class PartitionReader:
         self._consumer.assign([TopicPartition(self._topic, p, offset) for p, offset in starts.items()])
         self.progressed()
 
+    def add(self, starts: Mapping[int, int]) -> None:
+        """Read these partitions too, from these offsets."""
+        self._consumer.incremental_assign(
+            [TopicPartition(self._topic, p, offset) for p, offset in starts.items()]
+        )
+
+    def remove(self, partitions: Iterable[int]) -> None:
+        """Do not read these partitions any more. Messages that were fetched before may still be returned."""
+        self._consumer.incremental_unassign([TopicPartition(self._topic, p) for p in partitions])
+
     def read(self, timeout: float, max_messages: int = 1000) -> list[Any]:
         """Messages and reports of an end or an offset out of range, in the client's order; empty after the timeout.
 

@@ -21,6 +21,8 @@ from keylane.redaction import HIDDEN, is_secret
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from keylane.kafka.lost_requests import LostRequests
+
 log = logging.getLogger("keylane.kafka")
 
 BOOTSTRAP = "kafka.bootstrap.servers"
@@ -111,8 +113,8 @@ class Outage:
 
 
 outage = Outage()
-_client_log = logging.getLogger("keylane.kafka.client")
-_client_log.addFilter(_ClientLogFilter())
+client_log = logging.getLogger("keylane.kafka.client")
+client_log.addFilter(_ClientLogFilter())
 
 C = TypeVar("C", Consumer, Producer, AdminClient)
 
@@ -210,6 +212,19 @@ class KafkaSettings:
         batches, and the client does not split a rejected batch. ``record_limit``: the client itself refuses larger
         records; 0 for no limit.
         """
+        return self._producer(batch_limit, record_limit, more)
+
+    def watched_producer(self, lost: LostRequests, *, batch_limit: int = 0, **more: Any) -> Producer:
+        """The same. ``lost`` learns of requests without an answer while the producer is polled."""
+        return self._producer(batch_limit, 0, more | lost.settings(dict(self.extra)), lost)
+
+    def _producer(
+        self,
+        batch_limit: int,
+        record_limit: int,
+        more: dict[str, Any],
+        logger: logging.Logger | LostRequests = client_log,
+    ) -> Producer:
         if batch_limit:
             more["batch.size"] = self._at_most(
                 "batch.size", BATCH_BYTES, max(1, batch_limit - BATCH_OVERHEAD_BYTES)
@@ -233,6 +248,7 @@ class KafkaSettings:
                 "queue.buffering.max.kbytes": 2_097_151,
             },
             more,
+            logger,
         )
 
     def _at_most(self, name: str, default: int, maximum: int) -> int | str:
@@ -270,7 +286,13 @@ class KafkaSettings:
         if error.code() in _REFUSED:
             _refusals[self.bootstrap] = f"{_REFUSED[error.code()]} ({error.str()})"
 
-    def _make(self, kind: type[C], base: dict[str, Any], more: dict[str, Any]) -> C:
+    def _make(
+        self,
+        kind: type[C],
+        base: dict[str, Any],
+        more: dict[str, Any],
+        logger: logging.Logger | LostRequests = client_log,
+    ) -> C:
         conf = {
             "bootstrap.servers": self.bootstrap,
             "error_cb": self._on_error,
@@ -280,7 +302,7 @@ class KafkaSettings:
             **more,
         }
         try:
-            return kind(conf, logger=_client_log)
+            return kind(conf, logger=logger)
         except KafkaException as error:
             raise SettingsError(
                 f"the Kafka client refused its settings: {error.args[0].str()}. "

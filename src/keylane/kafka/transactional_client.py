@@ -12,8 +12,9 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from keylane.errors import AbortedError, BrokerError, FencedError
 from keylane.kafka.cluster import REQUEST_SECONDS
+from keylane.kafka.lost_requests import LostRequests
 from keylane.kafka.rejection import RejectedError, is_rejection
-from keylane.kafka.settings import outage
+from keylane.kafka.settings import client_log, outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,10 +43,21 @@ def is_fenced(error: KafkaException) -> bool:
 
 
 def transactional_producer(
-    settings: KafkaSettings, transactional_id: str, batch_limit: int = 0, **more: Any
+    settings: KafkaSettings,
+    transactional_id: str,
+    batch_limit: int = 0,
+    *,
+    lost: LostRequests | None = None,
+    **more: Any,
 ) -> Any:
-    """A producer with this transactional id; its previous holder is fenced. Blocks. Raises BrokerError."""
-    producer = settings.producer(
+    """A producer with this transactional id; its previous holder is fenced. Blocks. Raises BrokerError.
+
+    ``lost`` learns of requests that got no answer from now on.
+    """
+    if lost is None:
+        lost = LostRequests(client_log)
+    producer = settings.watched_producer(
+        lost,
         batch_limit=batch_limit,
         **{
             "transactional.id": transactional_id,
@@ -71,6 +83,8 @@ def transactional_producer(
                     "is written in transactions: the broker must allow ids that begin with the app's name"
                 ) from error
         else:
+            producer.poll(0)
+            lost.any = False  # what was lost before belongs to no transaction
             return producer
 
 
@@ -133,9 +147,13 @@ def end_hanging_transaction(
 class TransactionalClient:
     """Runs transactions one after another. The constructor and :meth:`commit` block. Used by one thread at a time.
 
-    ``failure`` is the error that made the client useless; every later call raises it. ``exact``: results are in the
-    transaction, so an aborted transaction loses them and no other may follow. ``batch_limit``: see
-    :meth:`KafkaSettings.producer`. ``alone``: every record is a batch of its own, so that a rejection names its record.
+    ``failure`` is the error that made the client useless; every later call raises it. A client is useless after a
+    transaction in which a request got no answer at its first try, also if that was committed or aborted in the end: the
+    request may still be on its way, and would end, or change, the next transaction of the same producer epoch.
+
+    ``exact``: results are in the transaction, so an aborted transaction loses them and no other may follow.
+    ``batch_limit``: see :meth:`KafkaSettings.producer`. ``alone``: every record is a batch of its own, so that a
+    rejection names its record.
     """
 
     def __init__(
@@ -154,9 +172,19 @@ class TransactionalClient:
         self._group = group
         self._exact = exact
         single = {"batch.num.messages": 1} if alone else {}
-        self._producer = transactional_producer(settings, transactional_id, batch_limit, **single)
+        self._lost = LostRequests(client_log)
+        self._producer = transactional_producer(
+            settings, transactional_id, batch_limit, lost=self._lost, **single
+        )
         self._produce = self._producer.produce
         self._last_offsets: dict[int, int] = {}
+
+    def learn_partitions(self) -> None:
+        """Refresh what the client knows of all topics. Blocks. From any thread. Raises BrokerError."""
+        try:
+            self._producer.list_topics(timeout=REQUEST_SECONDS)
+        except KafkaException as error:
+            raise BrokerError(f"the cluster cannot be asked: {error.args[0].str()}") from error
 
     def begin(self) -> None:
         """Begin a transaction unless one is open. Raises :attr:`failure`."""
@@ -197,7 +225,8 @@ class TransactionalClient:
     def commit(self, offsets: list[TopicPartition]) -> dict[int, int]:
         """Commit the records and these offsets. Returns the last offset of the reported records by partition.
 
-        Raises AbortedError if nothing of the transaction was committed, or :attr:`failure`.
+        Raises AbortedError if nothing of the transaction was committed, or :attr:`failure`. :attr:`failure` may be set
+        although it returns.
         """
         deadline = time.monotonic() + TRANSACTION_SECONDS
         try:
@@ -210,6 +239,7 @@ class TransactionalClient:
                 )
             self._call(lambda: self._producer.commit_transaction(REQUEST_SECONDS), deadline, retry=True)
             outage.answered()
+            self._check_lost()
         finally:
             self.open = False
             last_offsets, self._last_offsets = self._last_offsets, {}
@@ -229,6 +259,7 @@ class TransactionalClient:
                         self.failure = AbortedError(f"transaction not committed: {found.str()}")
                         raise self.failure from error
                     if time.monotonic() < deadline:
+                        self._lost.any = True
                         continue
                 aborted = self._aborted(found)
                 self.abort()
@@ -236,15 +267,25 @@ class TransactionalClient:
                     self.failure = aborted
                 raise aborted from error
 
+    def _check_lost(self) -> None:
+        """Use the client no more if a request of the transaction that has just ended may arrive late."""
+        self._producer.poll(0)  # delivers the client's log
+        if self._lost.any:
+            self.failure = AbortedError(
+                "a request of the last transaction got no answer at its first try, and may still reach the broker"
+            )
+
     def abort(self) -> None:
         """Abort the open transaction. Raises :attr:`failure`."""
         deadline = time.monotonic() + TRANSACTION_SECONDS
         while True:
             try:
-                return self._producer.abort_transaction(REQUEST_SECONDS)  # type: ignore[no-any-return]
+                self._producer.abort_transaction(REQUEST_SECONDS)
+                return self._check_lost()
             except KafkaException as error:
                 if error.args[0].fatal() or not error.args[0].retriable() or time.monotonic() > deadline:
                     raise self._fail(error) from error
+                self._lost.any = True
 
     def close(self) -> None:
         """Abort the open transaction if that is quick: until it times out, readers cannot pass it. Blocks briefly."""

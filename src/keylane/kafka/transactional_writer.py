@@ -171,8 +171,13 @@ class TransactionalWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether the client can write nothing more; see :meth:`reconnect`."""
+        """Whether the client can write nothing more; see :meth:`reconnect`. It may fail after it has committed."""
         return self._client.failure is not None
+
+    def check(self) -> None:
+        """Raise the error because of which the client can write nothing more, if there is one."""
+        if (failure := self._client.failure) is not None:
+            raise type(failure)(*failure.args)
 
     @property
     def has_records(self) -> bool:
@@ -241,7 +246,8 @@ class TransactionalWriter:
             raise
         self.written |= written
         self._rejected.clear()
-        self._send_waiting()
+        if not self.failed:  # else resume() sends what waits
+            self._send_waiting()
         for _, then in callbacks:
             then(None)
 
@@ -308,6 +314,10 @@ class TransactionalWriter:
         so the caller must first check that its task is still the owner.
         """
         self._new_client = self._connect()
+
+    def learn_partitions(self) -> None:
+        """Refresh what the client knows of its topics: partitions were added. Blocks. Raises BrokerError."""
+        self._client.learn_partitions()
 
     def resume(self) -> None:
         """Continue with the new client."""

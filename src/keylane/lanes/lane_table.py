@@ -25,13 +25,14 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 
 class LaneState(Enum):
@@ -46,7 +47,7 @@ class LaneState(Enum):
     RETRYING = "retrying"
     """Its head failed and waits for its backoff, then for its turn."""
     WAITING = "waiting"
-    """Its head needs a stage whose breaker is open."""
+    """Its head needs a stage whose breaker is open, whose rate is used up, or that is paused."""
     STOPPED = "stopped"
     """Nothing in it runs until it is resumed: by an operator, or when a record is durable."""
     RETURNING = "returning"
@@ -76,6 +77,8 @@ class Entry(Protocol):
     next: Any
     lane: Any
     settled: bool
+    key: Any
+    """The message's, which is not the lane's with every ordering."""
     partition: int
     offset: int
     failure_state: Any
@@ -123,6 +126,10 @@ class LaneStatistics:
     """Evicted entries: only their offsets are kept."""
 
 
+Holds = Callable[[int, Any, int], bool]
+"""Whether a message with this partition, key and offset is in a range."""
+
+
 class LaneTable(Generic[E]):
     """All lanes of a task that have entries.
 
@@ -157,7 +164,7 @@ class LaneTable(Generic[E]):
         self.returning = 0
         self.away = 0
         self.closed = False
-        self._anonymous = 0
+        self._anonymous: set[Lane[E]] = set()  # lanes without a key
         self._sleeping: list[Lane[E]] = []
         # Each turn of another lane earns the retries this fraction of a turn; a full credit is used first.
         self._earns = retry_share / (1 - retry_share) if retry_share < 1 else 0.0
@@ -186,7 +193,7 @@ class LaneTable(Generic[E]):
         for key, entry in zip(keys, entries, strict=True):
             if key is None:
                 lane = entry.lane = Lane(None, entry)
-                self._anonymous += 1
+                self._anonymous.add(lane)
                 ready.append(lane)
                 continue
             found = lanes.get(key)
@@ -286,7 +293,7 @@ class LaneTable(Generic[E]):
         self._stuck(lane, now, until=due)
 
     def suspend(self, lane: Lane[E], now: float) -> None:
-        """The head waits for its stage, whose breaker is open, until :meth:`resume`."""
+        """The head waits for its stage, which may not be called now, until :meth:`resume`."""
         self.running -= 1
         self.waiting += 1
         lane.state = LaneState.WAITING
@@ -351,7 +358,7 @@ class LaneTable(Generic[E]):
             lane.tail = last
             self.ready.append(lane)
             if key is None:
-                self._anonymous += 1
+                self._anonymous.add(lane)
             else:
                 self.lanes[key] = lane
         elif lane.head is None:
@@ -415,7 +422,7 @@ class LaneTable(Generic[E]):
             lane.first = current
             if current is None and not lane.slow:
                 if lane.key is None:
-                    self._anonymous -= 1
+                    self._anonymous.discard(lane)
                 else:
                     del self.lanes[lane.key]
         return done
@@ -448,7 +455,7 @@ class LaneTable(Generic[E]):
     def statistics(self) -> LaneStatistics:
         """The number of lanes by what they are doing."""
         return LaneStatistics(
-            lanes=len(self.lanes) + self._anonymous,
+            lanes=len(self.lanes) + len(self._anonymous),
             ready=len(self.ready) + len(self.again),
             running=self.running,
             retrying=len(self._sleeping),
@@ -468,6 +475,141 @@ class LaneTable(Generic[E]):
             count += 1
             entry = entry.next
         return count
+
+    # A range that is released to another owner.
+
+    def shed(
+        self, holds: Holds, is_pinned: Callable[[Hashable], bool], among: Iterable[Lane[E]] | None = None
+    ) -> tuple[int, list[Lane[E]]]:
+        """Remove all entries of a range that do not run and have not passed.
+
+        Heads that wait for a retry or a breaker, or are stopped, are removed too. ``is_pinned(key)``: whether a
+        stopped lane waits for a record, so that its head must stay. ``among``: the lanes to look at, by default all.
+
+        Returns how many entries were removed, and the lanes that still have entries of the range. They become done
+        or fail, and are then to be passed to this method again.
+        """
+        removed, left, halted = 0, list[Lane[E]](), set[Lane[E]]()
+        for lane in list(chain(self.lanes.values(), self._anonymous) if among is None else among):
+            removed += self._shed_away(lane, holds)
+            fixed = lane.state is _RUNNING or (lane.state is LaneState.STOPPED and is_pinned(lane.key))
+            removed += self._shed_queued(lane, holds, halted, fixed=fixed)
+            entry = lane.first
+            while entry is not None and not holds(entry.partition, entry.key, entry.offset):
+                entry = entry.next
+            if entry is not None:
+                left.append(lane)
+            elif lane.first is None and lane.state is _IDLE and not lane.slow:
+                self._forget(lane)
+        if halted:
+            self._unqueue(halted)
+        self._serve()
+        return removed, left
+
+    def _shed_queued(self, lane: Lane[E], holds: Holds, halted: set[Lane[E]], *, fixed: bool) -> int:
+        """Remove the lane's entries from its head on, or behind it if that is ``fixed``; returns how many."""
+        head = lane.head
+        if head is None:
+            return 0
+        running: E = self._batched.get(lane, head)  # the last one that runs
+        before: E | None = running if fixed else None
+        if not fixed and lane.first is not head:
+            before = lane.first
+            while before is not None and before.next is not head:
+                before = before.next
+        entry: E | None = running.next if fixed else head
+        kept, removed = list[E](), 0
+        while entry is not None:
+            following: E | None = entry.next
+            if holds(entry.partition, entry.key, entry.offset):
+                entry.next = entry.lane = None
+                removed += 1
+            else:
+                kept.append(entry)
+            entry = following
+        if not removed:
+            return 0
+        if before is None:
+            lane.first = kept[0] if kept else None
+        for one, then in pairwise([*([] if before is None else [before]), *kept]):
+            one.next = then
+        last = kept[-1] if kept else before
+        if last is not None:
+            last.next = None
+            lane.tail = last
+        if not fixed and (not kept or kept[0] is not head):
+            lane.head = kept[0] if kept else None
+            self._lost_head(lane, halted)
+        return removed
+
+    def _lost_head(self, lane: Lane[E], halted: set[Lane[E]]) -> None:
+        """The head was removed: what the lane waited for does not count any more."""
+        state = lane.state
+        if state is LaneState.RETURNING:
+            return
+        if state is LaneState.WAITING:
+            self.waiting -= 1
+        elif state is LaneState.STOPPED:
+            self.stopped -= 1
+        lane.since = 0.0
+        self._give_up(lane)
+        if state is LaneState.RETRYING or (state is _READY and lane.head is None):
+            halted.add(lane)
+        if lane.head is None:
+            lane.state = _IDLE
+            lane.slow = bool(lane.away)
+            if lane.away and not self.closed:
+                self._ask_back(lane)
+        elif state is not _READY:
+            lane.state = _READY
+            if state is not LaneState.RETRYING and not self.closed:
+                self.ready.append(lane)
+
+    def _shed_away(self, lane: Lane[E], holds: Holds) -> int:
+        """Forget evicted entries of the range; returns how many. Those that are being fetched again come back."""
+        if not lane.away:
+            return 0
+        kept = deque(
+            (partition, offsets)
+            for partition, offsets in lane.away
+            if not holds(partition, lane.key, offsets[0])
+        )
+        removed = sum(len(offsets) for _, offsets in lane.away) - sum(len(offsets) for _, offsets in kept)
+        if not removed:
+            return 0
+        self.away -= removed
+        lane.away = kept
+        if kept:
+            return removed
+        self._far -= 1
+        self._portions.pop(lane, None)
+        if lane in self._queue:  # it waits for its turn, and needs nothing any more
+            self._queue.remove(lane)
+            self.returning -= 1
+            lane.state = _IDLE
+            if lane.head is not None:
+                lane.state = _READY
+                self.ready.append(lane)
+        if lane.state is not LaneState.RETURNING:
+            lane.slow = lane in self._back or bool(lane.since)
+        return removed
+
+    def _forget(self, lane: Lane[E]) -> None:
+        if lane.key is None:
+            self._anonymous.discard(lane)
+        elif self.lanes.get(lane.key) is lane:
+            del self.lanes[lane.key]
+
+    def _unqueue(self, halted: set[Lane[E]]) -> None:
+        """Take these lanes out of all queues. Those that have a head left are ready."""
+        for queue in (self.ready, self.again):
+            rest = [lane for lane in queue if lane not in halted]
+            queue.clear()
+            queue.extend(rest)
+        self._sleeping = [lane for lane in self._sleeping if lane not in halted]
+        heapq.heapify(self._sleeping)
+        if not self.closed:
+            self.ready.extend(lane for lane in halted if lane.head is not None)
 
     # Evicted entries: only their offsets are kept.
 

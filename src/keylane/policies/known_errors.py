@@ -277,3 +277,24 @@ def _by_response(error: BaseException) -> FailureKind | None:
         if kind is not None:
             return kind
     return None
+
+
+def asks_all_to_wait(error: BaseException) -> bool:
+    """Whether the error is a service's answer that its caller sends too much: HTTP 429, itself or as its cause."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(asks_all_to_wait, error.exceptions))
+    for one in (error, error.__cause__):
+        response = attribute(one, "response")
+        for found in (
+            attribute(one, "status_code"),
+            attribute(one, "status"),
+            attribute(response, "status_code"),
+            attribute(response, "status"),
+            item(response, "ResponseMetadata", "HTTPStatusCode"),
+        ):
+            if found == _TOO_MANY_REQUESTS:
+                return True
+    return False
+
+
+_TOO_MANY_REQUESTS = 429

@@ -157,6 +157,7 @@ def _plan(
         there=cluster.partitions(app.source),
         source=cluster.identity(app.source).source,
         max_tasks=app.order.max_tasks,
+        moves_ranges=app.moves_ranges,
         by_key=app.order.by_key,
         split=app.order.splittable and app.commit == "live",
         sink_limit=topics.sink_limit,

@@ -45,6 +45,8 @@ log = logging.getLogger("keylane.task")
 EARLIEST, LATEST = -2, -1
 _REUSES_WORKERS = "SPARK_REUSE_WORKER"
 """What Spark sets in the environment of Python workers that run more than one task."""
+GROWTH_EPOCH_SECONDS = 2.0
+"""Length of the epochs while added partitions wait for the old ones: then the next one is planned."""
 _LOAD_MESSAGES_MIN = 1000
 """Fewest messages of an epoch for its load to count."""
 
@@ -81,6 +83,8 @@ class RunPlan:
     """Whether tasks see committed messages only: then a partition ends where its first open transaction begins."""
     keep_alive: float = 0.0
     """Seconds that lanes keep running without a Spark task; 0: every epoch ends with a drain."""
+    moves_ranges: bool = True
+    """Whether a worker takes and releases ranges while its other ranges run."""
     log_format: str = "text"
     shard: Shard = WHOLE
     """The share of the partitions that the run processes."""
@@ -190,8 +194,12 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         adopted = min(there, cluster.partitions(f"{plan.app}.state", known=known))
         partitions = plan.own(adopted)
         state = self._state(partitions, identity)
-        until = None
+        until: Mapping[int, int] | None = None
         former = set(state.former if 0 in partitions else self._former)
+        grown = GrownSource.decode(start, partitions)
+        if grown is not None:  # a second growth comes after this one
+            there = min(there, grown.count)
+        switch: GrownSource | None = None
         if adopted < there and not plan.shard.whole:
             self._leave_new_partitions(adopted, there)
         elif adopted < there:
@@ -213,7 +221,11 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 state = self._state(partitions, identity)
             elif not moving:
                 # The high watermark: a message in an open transaction is older than those in the new partitions.
-                until = cluster.ends(plan.topic, partitions)
+                ends = cluster.ends(plan.topic, partitions)
+                if self._needs_drain(state, adopted, there):
+                    until = ends
+                else:
+                    switch = grown or GrownSource(there, ends)
             elif self._target is not None:
                 raise SettingsError(f"{_grown(plan.topic, adopted, there)}, and {moving}")
             else:
@@ -235,6 +247,8 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         offset["former"] = sorted(former)
         if until is not None:
             offset["until"] = {str(p): until.get(p, 0) for p in partitions}
+        if switch is not None:
+            offset |= switch.encode()
         self._tell(offset)
         return offset
 
@@ -301,9 +315,10 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         None when nothing does. Empty when an epoch has to run up to where the old ones end now.
         """
-        plan = self._plan
+        plan, partitions = self._plan, sorted(self._viewed)
         until = {int(p): int(end) for p, end in start.get("until", {}).items()}
-        partitions = sorted(self._viewed)
+        if (grown := GrownSource.decode(start, partitions)) is not None:
+            until = dict(grown.ends)
         if sorted(until) != partitions:
             return ""
         found = cluster.progress(plan.app, identity.source, partitions)
@@ -324,6 +339,16 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             f"{len(stopped)} stopped lanes have their key there now ({names}). The new partitions are not read until "
             f"you release, skip or redrive them: see 'keylane lanes list {plan.app}'"
         )
+
+    def _needs_drain(self, state: StateTopic, adopted: int, there: int) -> bool:
+        """Whether the old partitions must be processed up to their end by an epoch that drains.
+
+        Otherwise lanes keep running while their progress passes those ends. Messages of stopped lanes would never pass
+        them, and with commit="epoch" and for a backlog every epoch drains anyway. If the new number is not a multiple,
+        keys also move between the old partitions.
+        """
+        keeps_running = self._plan.keep_alive and self._plan.moves_ranges and self._target is None
+        return not keeps_running or bool(state.lanes) or there % adopted != 0
 
     @wait_for_cluster
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[TaskPartition]:
@@ -365,7 +390,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 until=None
                 if until is None
                 else {one.partition: until.get(one.partition, 0) for one in ranges},
-                seconds=plan.epoch,
+                seconds=min(plan.epoch, GROWTH_EPOCH_SECONDS) if "grows" in end else plan.epoch,
                 planned=now,
                 sink_limit=plan.sink_limit,
                 sink_stamps=plan.sink_stamps,
@@ -379,7 +404,7 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
             for task, ranges in enumerate(shared.tasks)
         ]
-        if until is not None or not plan.keep_alive or len(plans) == 1:
+        if until is not None or not plan.keep_alive:
             return [TaskPartition(one) for one in plans]
         owners = {} if self._view is None else self._view.owners
         whole = EpochPlan(
@@ -542,6 +567,33 @@ class LaneReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         results = self._plan.commit == "epoch"
         for deliveries in task.outcomes():
             yield to_arrow(deliveries, task.owner, plan.epoch, results=results, hot=task.hot)
+
+
+@dataclass(frozen=True, slots=True)
+class GrownSource:
+    """Partitions were added to the source and are not read yet.
+
+    They are read when all of the old ones are done up to where they ended when this was seen: then whatever is older
+    than a message in a new partition is done. Part of the offset of the epochs until then.
+    """
+
+    count: int
+    """How many partitions there are."""
+    ends: Mapping[int, int]
+    """Where the old ones ended."""
+
+    def encode(self) -> dict[str, Any]:
+        """The entry for Spark's offset."""
+        return {"grows": {"count": self.count, "ends": {str(p): end for p, end in sorted(self.ends.items())}}}
+
+    @classmethod
+    def decode(cls, offset: Mapping[str, Any], partitions: Sequence[int]) -> GrownSource | None:
+        """The entry in this offset; None if there is none about these old partitions."""
+        found = offset.get("grows")
+        if found is None:
+            return None
+        ends = {int(p): int(end) for p, end in found["ends"].items()}
+        return cls(int(found["count"]), ends) if sorted(ends) == sorted(partitions) else None
 
 
 def _level() -> int:

@@ -15,6 +15,7 @@ from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.offsets.identity import TopicIdentity
+from keylane.offsets.murmur2 import partition_of
 from keylane.state.answers import CommandAnswer, decode_command_answer
 from keylane.state.commands import (
     REASON_CHARACTERS_MAX,
@@ -25,12 +26,13 @@ from keylane.state.commands import (
     operator_name,
 )
 from keylane.state.labels import Labels
+from keylane.state.pauses import PauseRecord, scopes_of
 from keylane.state.topic import Claim, StateTopic
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from keylane.kafka.client import Producer
@@ -78,6 +80,9 @@ class AuditEntry:
     """Number of dead letters named; None: all of the lane, or not a redrive."""
     withdraws: str
     """The id of the command that it cancels; empty if it is not a cancel."""
+    scope: str = ""
+    """Of a pause: what is paused."""
+    stage: str = ""
     who: str
     at: float
     reason: str
@@ -190,11 +195,18 @@ class AdminClient:
         return {partition: mark for partition, mark in found.items() if mark is not None}
 
     def open_commands(self) -> list[Command]:
-        """Return the commands that no task has carried out yet, without the cancelled ones."""
+        """Return the commands about lanes that no task has carried out yet, without the cancelled ones.
+
+        A pause holds without a task: see :meth:`pauses`.
+        """
         self._follow()
         withdrawn = {command.withdraws for command in self._state.commands.values()}
         return sorted(
-            (o for o in self._state.commands.values() if o.do != "cancel" and o.id not in withdrawn),
+            (
+                one
+                for one in self._state.commands.values()
+                if one.do not in ("cancel", "pause", "resume") and one.id not in withdrawn
+            ),
             key=lambda command: command.at,
         )
 
@@ -220,7 +232,49 @@ class AdminClient:
                 actions.append(self._action(partition, value, open_ids))
         return sorted(actions, key=lambda action: action.at)
 
+    def pauses(self) -> list[PauseRecord]:
+        """What operators have paused, the oldest first."""
+        self._follow()
+        return sorted(scopes_of(self._state.pauses.values()).values(), key=lambda record: record.at)
+
     # Commands.
+
+    def pause(self, record: PauseRecord, *, timeout: float) -> CommandAnswer | None:
+        """Pause, and wait for a task to say that it knows; None if none does: then the app does not run."""
+        return self._pause("pause", record, record.encode(), timeout)
+
+    def resume(self, record: PauseRecord, *, timeout: float) -> CommandAnswer | None:
+        """End a pause. As :meth:`pause`."""
+        return self._pause("resume", record, None, timeout)
+
+    def withdraw_pause(self, record: PauseRecord) -> None:
+        """Delete a pause that cannot be carried out."""
+        self._write((partition, record.name, None) for partition in self._paused_in(record))
+
+    def _pause(
+        self, do: CommandKind, record: PauseRecord, value: bytes | None, timeout: float
+    ) -> CommandAnswer | None:
+        self._check_planned()
+        partitions = self._paused_in(record)
+        place = partition_of(record.key, self.partitions) if record.key is not None else partitions[0]
+        command = Command(
+            do=do,
+            partition=place,
+            key=record.key,
+            scope=record.kind,
+            stage=record.stage,
+            reason=record.reason,
+            id=new_command_id(),
+            who=record.who,
+            at=record.at,
+        )
+        # Before the command: a task that answers it has read the pause.
+        self._write((partition, record.name, value) for partition in partitions)
+        self.give([command])
+        return self.answer(command, timeout)
+
+    def _paused_in(self, record: PauseRecord) -> list[int]:
+        return list(range(self.partitions)) if record.partition is None else [record.partition]
 
     def command(
         self,
@@ -238,12 +292,19 @@ class AdminClient:
 
     def give(self, commands: Iterable[Command]) -> None:
         """Write these commands. Raises BrokerError when one of them could not be written."""
+        self._check_planned()
+        self._write(record for command in commands for record in _records_of(command))
+
+    def _check_planned(self) -> None:
         self._follow()
         if not self.source:
             raise BrokerError(
                 f"app {self.app!r} has not planned its first epoch yet: there is nothing to give a command for. "
                 "Try again in a moment"
             )
+
+    def _write(self, records: Iterable[tuple[int, bytes, bytes | None]]) -> None:
+        """Write these records: partition, name and value. Raises BrokerError when one could not be written."""
         if self._producer is None:  # created with the first command: it takes half a second to be ready
             self._producer = self._settings.producer(
                 batch_limit=self._cluster.rules([self._topic])[self._topic].limit,
@@ -256,39 +317,22 @@ class AdminClient:
             if error is not None:
                 failed.append(str(error))
 
-        for command in commands:
-            deed = {
-                "do": command.do,
-                "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
-                "partition": command.partition,
-                "offset": command.offset,
-                "letters": None if command.letters is None else len(command.letters),
-                "to": command.to,
-                "withdraws": command.withdraws,
-                "who": command.who,
-                "at": command.at,
-                "reason": command.reason,
-                "id": command.id,
-            }
-            for name, value in (
-                (audit_name(command.id), json.dumps(deed).encode()),
-                (command.name, command.encode()),
-            ):
-                while True:
-                    try:
-                        producer.produce(
-                            self._topic,
-                            value,
-                            name,
-                            partition=command.partition,
-                            headers=[*self._labels.of(name)],
-                            on_delivery=report,
-                        )
-                    except BufferError:  # a million records wait: the broker is slower than this loop
-                        producer.poll(0.1)
-                    else:
-                        break
-                producer.poll(0)
+        for partition, name, value in records:
+            while True:
+                try:
+                    producer.produce(
+                        self._topic,
+                        value,
+                        name,
+                        partition=partition,
+                        headers=[*self._labels.of(name)],
+                        on_delivery=report,
+                    )
+                except BufferError:  # a million records wait: the broker is slower than this loop
+                    producer.poll(0.1)
+                else:
+                    break
+            producer.poll(0)
         left = producer.flush(REQUEST_SECONDS)
         if left or failed:
             raise BrokerError(
@@ -363,6 +407,8 @@ class AdminClient:
             offset=None if offset is None else wire.integer(offset),
             letters=None if letters is None else wire.integer(letters),
             withdraws=wire.text(withdraws, 200),
+            scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
+            stage=wire.text(found.get("stage", "")),
             who=wire.text(who),
             at=wire.seconds(at),
             reason=wire.text(found.get("reason", ""), REASON_CHARACTERS_MAX),
@@ -393,6 +439,27 @@ class AdminClient:
             # count.
             self.source = source
             self._restore()
+
+
+def _records_of(command: Command) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """The audit of a command, and the command."""
+    deed = {
+        "do": command.do,
+        "key": None if command.key is None else command.key[:AUDIT_KEY_BYTES].hex(),
+        "partition": command.partition,
+        "offset": command.offset,
+        "letters": None if command.letters is None else len(command.letters),
+        "to": command.to,
+        "withdraws": command.withdraws,
+        "scope": command.scope,
+        "stage": command.stage,
+        "reason": command.reason,
+        "who": command.who,
+        "at": command.at,
+        "id": command.id,
+    }
+    yield command.partition, audit_name(command.id), json.dumps(deed).encode()
+    yield command.partition, command.name, command.encode()
 
 
 def _by_the_app(name: bytes) -> bool:

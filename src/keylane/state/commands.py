@@ -28,6 +28,8 @@ LETTERS = b"command/letters/"
 """Commands about dead letters: redrive."""
 RESET = b"command/reset/"
 """Commands about the versions of an entity."""
+PAUSING = b"command/pause/"
+"""Commands that pause or resume: the pause itself is a record of :mod:`keylane.state.pauses`."""
 CANCEL = b"command/cancel/"
 """Commands that withdraw another command."""
 AUDIT = b"audit/"
@@ -39,7 +41,7 @@ AUDITED_SECONDS = 3600.0
 REASON_CHARACTERS_MAX = 1000
 """Longest reason of a command."""
 
-CommandKind = Literal["release", "skip", "redrive", "reset", "cancel"]
+CommandKind = Literal["release", "skip", "redrive", "reset", "pause", "resume", "cancel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class Command:
     """For a reset: the version after this one is next; None: the entity starts over."""
     withdraws: str = ""
     """The id of the command that a cancel withdraws. Both have the same lane."""
+    scope: str = ""
+    """For a pause: ``app``, ``partition``, ``stage`` or ``key``."""
+    stage: str = ""
+    """For a pause of a stage."""
     id: str
     who: str
     at: float
@@ -70,7 +76,7 @@ class Command:
     @property
     def name(self) -> bytes:
         """The record's key in the state topic."""
-        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL}
+        kinds = {"redrive": LETTERS, "reset": RESET, "cancel": CANCEL, "pause": PAUSING, "resume": PAUSING}
         return kinds.get(self.do, MESSAGE) + self.id.encode()
 
     def encode(self) -> bytes:
@@ -83,6 +89,8 @@ class Command:
                 "letters": self.letters,
                 "to": self.to,
                 "withdraws": self.withdraws,
+                "scope": self.scope,
+                "stage": self.stage,
                 "id": self.id,
                 "who": self.who,
                 "at": self.at,
@@ -110,6 +118,8 @@ def decode_command(name: bytes, partition: int, value: bytes) -> Command:
         letters=None if letters is None else tuple(map(wire.integer, wire.array(letters))),
         to=None if to is None else wire.integer(to),
         withdraws=wire.text(withdraws, 200),
+        scope=wire.text(found.get("scope", ""), 20),  # commands of earlier versions have none
+        stage=wire.text(found.get("stage", ""), 1000),
         id=wire.text(command_id, 200),
         who=wire.text(who, 1000),
         at=wire.seconds(at),

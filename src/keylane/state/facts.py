@@ -111,6 +111,8 @@ def action_facts(action: AuditEntry) -> dict[str, Any]:
         "offset": action.offset,
         "letters": action.letters,
         "cancels": action.withdraws or None,
+        "scope": action.scope or None,
+        "stage": action.stage or None,
         "who": action.who,
         "at": action.at,
         "reason": action.reason or None,

@@ -30,7 +30,9 @@ log = logging.getLogger("keylane.task")
 HIDDEN_SECONDS = 2.0
 """Time in which what was committed becomes readable. After that the open transaction in front of it is looked at."""
 HANGING_SECONDS = 10.0
-"""Time after a fence in which live producers have ended their transactions; what is still open may hang."""
+"""Time after a fence in which claims become readable, unless a transaction of a fenced owner hangs."""
+SETTLE_SECONDS = 2.0
+"""Time in which most live producers end their transactions. To abort one more of a fenced owner harms nobody."""
 READABLE_SECONDS = TRANSACTION_SECONDS + 2 * REQUEST_SECONDS
 """By then the broker has ended every transaction that it knows to be open: it looks every 10 s."""
 _LOOK_SECONDS = 0.1
@@ -100,7 +102,7 @@ class Fences:
         if not self._fenced:
             return
         stuck = self._open(topics)
-        deadline = time.monotonic() + HANGING_SECONDS
+        deadline = time.monotonic() + SETTLE_SECONDS
         while stuck and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             now_open = self._open({topic for topic, _ in stuck})
@@ -108,8 +110,8 @@ class Fences:
         if stuck or not self._has_stable_offsets(source, partitions):
             self._end_hanging(stuck)
             left = {place for place, start in self._open(topics).items() if stuck.get(place) == start}
-            if left:
-                log.error("%s", self._advice({place: stuck[place] for place in left}))
+            if left:  # of a live producer, or of another dead one, which its own successor fences
+                log.info("%s", self._advice({place: stuck[place] for place in left}))
 
     def _open(self, topics: Collection[str]) -> Places:
         """Partitions of these topics with an open transaction."""
@@ -137,8 +139,8 @@ class Fences:
         group = consumer.consumer_group_metadata()
         consumer.close()
         for owner in sorted({owner for owner, _ in self._fenced}):
-            log.warning(
-                "a transaction is open although its producer was fenced, aborting it transactional_id=%s where=%s",
+            log.info(
+                "open after the fence, aborting one more in case it hangs transactional_id=%s where=%s",
                 owner,
                 _where(places) or "the group's offsets",
             )
@@ -158,10 +160,10 @@ class Fences:
         (topic, partition), start = next(iter(places.items()))
         fenced = ", ".join(sorted({owner for owner, _ in self._fenced})) or "none"
         return (
-            f"A transaction is open in {_where(places)}. Transactional ids that were fenced: {fenced}. It hangs, or a "
-            f"live producer keeps it open. See whose it is: {tool} describe-producers --topic {topic} --partition "
-            f"{partition}. If it hangs, abort it: {tool} abort --topic {topic} --partition {partition} --start-offset "
-            f"{start}"
+            f"A transaction is open in {_where(places)}. Transactional ids that were fenced: {fenced}. If it is open "
+            f"for longer than {READABLE_SECONDS:g} s, it hangs, or a live producer keeps it open. See whose it is: "
+            f"{tool} describe-producers --topic {topic} --partition {partition}. If it hangs, abort it: "
+            f"{tool} abort --topic {topic} --partition {partition} --start-offset {start}"
         )
 
 

@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING
 
 from keylane.engine.lane_state import StoredValue
 from keylane.errors import BrokerError
-from keylane.kafka.cluster import REQUEST_SECONDS, load_metadata
+from keylane.kafka.cluster import REQUEST_SECONDS, Cluster, load_metadata
 from keylane.kafka.partition_reader import PartitionReader
+from keylane.state.labels import SOURCE
 from keylane.strict_json import MalformedRecordError
+from keylane.topic_names import lane_state_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.message import Record
+    from keylane.offsets.identity import TopicIdentity
 
     Take = Callable[[int, str, bytes, StoredValue | None, int], None]
     """Called with partition, tag, lane, value (None: removed) and the record's timestamp in milliseconds."""
@@ -157,3 +160,33 @@ class LaneValueReader:
     def close(self) -> None:
         """Close the consumer."""
         self._consumer.close()
+
+
+def read_values(
+    settings: KafkaSettings, app: str, source: TopicIdentity, wanted: Callable[[str, bytes], bool]
+) -> dict[tuple[int, bytes, str], StoredValue]:
+    """The committed values that ``wanted(tag, lane)``, by partition, lane and tag. Blocks. Raises BrokerError."""
+    topic = lane_state_topic(app)
+    cluster = Cluster(settings)
+    if topic not in cluster.topics():
+        raise BrokerError(
+            f"topic {topic!r} does not exist: no stage of app {app!r} takes a State, or the app has never run"
+        )
+    partitions = range(cluster.partitions(topic))
+    found: dict[tuple[int, bytes, str], StoredValue] = {}
+
+    def take(partition: int, tag: str, lane: bytes, value: StoredValue | None, _written: int) -> None:
+        if not wanted(tag, lane):
+            return
+        if value is None:
+            found.pop((partition, lane, tag), None)
+        else:
+            found[partition, lane, tag] = value
+
+    reader = LaneValueReader(settings, app, topic, (SOURCE, source.encode()))
+    try:
+        # What is committed: a transaction that is open now is not waited for.
+        reader.read(dict.fromkeys(partitions, 0), cluster.ends(topic, partitions, committed=True), take)
+    finally:
+        reader.close()
+    return found

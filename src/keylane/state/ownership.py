@@ -20,6 +20,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from keylane.errors import BrokerError, KeylaneError, TakenOverError
@@ -33,7 +34,7 @@ from keylane.state.labels import Labels
 from keylane.state.topic import OWNER, RUN, StateTopic
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_writer import StateRecord, TransactionalWriter
@@ -196,8 +197,24 @@ class Claimant:
         return self.outlives_task and claim.epoch == self.epoch and claim.task != self.task
 
 
+class Turn(Enum):
+    """What a claim waits for."""
+
+    FREE = "free"
+    """Nothing: all earlier owners have released or are fenced."""
+    WAITS = "waits"
+    """An earlier owner that may be alive, or its own record."""
+    DEAD = "dead"
+    """An earlier owner that has to be fenced."""
+    TAKEN = "taken"
+    """Another worker has the better right to it."""
+
+
 class Ownership:
-    """The claims of one worker. Blocks, except :meth:`leaving`, :meth:`attached` and :meth:`release`."""
+    """The claims of one worker: what it owns, and what it has claimed and waits for.
+
+    :meth:`claim`, :meth:`settle` and :meth:`lost_by_now` block. Everything else is for the loop.
+    """
 
     def __init__(
         self,
@@ -219,22 +236,37 @@ class Ownership:
         self._patience = patience
         self._claimant = claimant
         self._owned: dict[int, Slots] = {}
+        self._waiting: dict[int, Slots] = {}  # claimed, and not owned yet
+        self._leaving: set[int] = set()  # owned; it finishes what it has begun there
+        self._numbers: dict[int, int] = {}  # of the newest claim of each partition
+        self._silent: set[int] = set()  # their release is being committed: no claim may follow it
 
     @property
     def partitions(self) -> Collection[int]:
         """The partitions of which it owns slots."""
         return self._owned.keys()
 
-    def claim(self, owned: Mapping[int, Slots]) -> bool:
-        """Own these slots of these partitions. Returns True if no earlier owner had to be fenced.
+    @property
+    def owned(self) -> dict[int, Slots]:
+        """The slots that it owns, by partition."""
+        return dict(self._owned)
 
+    @property
+    def waiting(self) -> dict[int, Slots]:
+        """The slots that it has claimed and does not own yet."""
+        return dict(self._waiting)
+
+    def claim(self, owned: Mapping[int, Slots], *, patient: bool = True) -> bool:
+        """Own these slots of these partitions. Returns True if all are owned and no earlier owner had to be fenced.
+
+        Unless it is ``patient``, partitions whose earlier owner may be alive are :attr:`waiting` afterwards.
         Each claim of an earlier owner is answered by one fence. Raises TakenOverError when the app belongs to another
         run, ItemTakenError when another task of this epoch was first (then nothing is owned), and BrokerError when
         claims stay unreadable although the broker had time to end every transaction in front of them.
         """
-        self._owned = dict(owned)
+        self._owned, self._waiting, self._leaving = dict(owned), {}, set()
         self.check_run()
-        self._writer.write_blocking(self._notes())
+        self._writer.write_blocking(self._notes(self._owned))
         places = {p: self._writer.written[p] for p in self._owned}
         began = time.monotonic()
         fences = Fences(self._settings, self._app, self._state.topic)
@@ -262,6 +294,11 @@ class Ownership:
                     for owner in dead
                     if owner not in before or owner in self._state.owners.get(p, {})
                 )
+            elif seen and awaited.keys() == before.keys() and not patient:
+                fences.settle(self._writer.limits, self._writer.source, self._owned)
+                occupied = [p for p in self._owned if self._before_in(p)]
+                self._waiting = {p: self._owned.pop(p) for p in occupied}
+                return False
             elif before:
                 time.sleep(0.02)
                 self._state.poll()
@@ -288,28 +325,50 @@ class Ownership:
     @property
     def asked_to_leave(self) -> bool:
         """Whether a later worker of this run claims some of the slots, and waits until they are released."""
-        if not self._claimant.outlives_task:
-            return False
-        rivals: list[Claim] = []
-        for partition in self._owned:
-            own = self._own(partition)
-            if own is None:  # it was fenced
-                return False
-            later = [claim for claim in self._rivals(partition).values() if claim.place > own.place]
-            rivals += [claim for claim in later if not claim.leaving]
-        return bool(rivals) and all(claim.run == self._run and claim.epoch >= 0 for claim in rivals)
+        return bool(self.requested) and not self.overruled
+
+    @property
+    def requested(self) -> dict[int, list[Claim]]:
+        """Later claims of this run for slots that it owns, by partition: they wait for the release."""
+        found: dict[int, list[Claim]] = {}
+        if self._claimant.outlives_task:
+            for partition in self._owned:
+                later = self._later(partition)
+                if later and all(map(self._waits_for_us, later)):
+                    found[partition] = later
+        return found
+
+    @property
+    def overruled(self) -> list[int]:
+        """Partitions for which another worker has fenced this one, or is about to."""
+        polite = self._claimant.outlives_task
+        return [
+            partition
+            for partition in self._owned.keys()
+            - self._silent  # else its own release may have been read already
+            if self._own(partition) is None
+            or any(not (polite and self._waits_for_us(claim)) for claim in self._later(partition))
+        ]
+
+    def _later(self, partition: int) -> list[Claim]:
+        """Later claims of slots that it owns."""
+        own = self._own(partition)
+        if own is None:
+            return []
+        rivals = self._rivals(partition).values()
+        return [claim for claim in rivals if claim.place > own.place and not claim.leaving]
+
+    def _waits_for_us(self, claim: Claim) -> bool:
+        successor = self._state.successor
+        if successor is not None and claim.run == successor["run"]:
+            return True
+        return claim.run == self._run and claim.epoch >= 0
 
     @property
     def lost(self) -> bool:
         """Whether another worker has claimed some of the slots since."""
-        for partition in self._owned:
-            own = self._own(partition)
-            if own is None:  # deleted by the worker that has fenced this one
-                return True
-            ownership = self._rivals(partition).values()
-            if any(claim.place > own.place and not claim.leaving for claim in ownership):
-                return True
-        return False
+        # Without its own claim it was fenced, by the worker that has deleted the claim.
+        return any(self._own(p) is None or self._later(p) for p in self._owned.keys() - self._silent)
 
     def lost_by_now(self, cluster: Cluster) -> bool:
         """:attr:`lost`, after reading everything that is committed by now. False if that fails. Blocks."""
@@ -320,8 +379,72 @@ class Ownership:
             return False
         return self.lost
 
+    # Ranges that are taken and released while others stay.
+
+    def ask(self, ranges: Mapping[int, Slots]) -> None:
+        """Claim these slots; :meth:`turn` says when they are free. None of these partitions may be owned."""
+        self._waiting |= ranges
+        for partition in ranges:
+            self._numbers[partition] = self._numbers.get(partition, 0) + 1
+        self._put(ranges)
+
+    def turn(self, partition: int, waited: float) -> Turn:
+        """What the claim of this partition waits for, ``waited`` seconds after it was made."""
+        own, before = self._own(partition), self._before_in(partition)
+        rivals = [claim for claim in self._rivals(partition).values() if claim.run == self._run]
+        newer_plan = any(claim.epoch > self._claimant.epoch and not claim.leaving for claim in rivals)
+        if newer_plan or any(map(self._is_competitor, before.values())):
+            return Turn.TAKEN
+        if any(self._is_over(claim, waited) for claim in before.values()):
+            return Turn.DEAD
+        return Turn.FREE if own is not None and not before else Turn.WAITS
+
+    def dead(self, partition: int, waited: float) -> dict[str, Claim]:
+        """Claims of earlier owners of this partition that do not answer, by their ids."""
+        before = self._before_in(partition)
+        return {owner: claim for owner, claim in before.items() if self._is_over(claim, waited)}
+
+    def fences(self) -> Fences:
+        """For the claim of one range."""
+        return Fences(self._settings, self._app, self._state.topic)
+
+    def settle(self, fences: Fences, partition: int) -> None:
+        """End what the fenced owners left open. Blocks. Raises BrokerError."""
+        fences.settle(self._writer.limits, self._writer.source, [partition])
+
+    def is_visible(self, partition: int) -> bool:
+        """Whether its own claim of this partition was read."""
+        return self._own(partition) is not None
+
+    def bury(self, partition: int, dead: Iterable[str]) -> None:
+        """Delete the claims of owners that were fenced; then the claim's turn comes."""
+        for owner in dead:
+            if owner in self._state.owners.get(partition, {}):
+                self._writer.put_state(partition, OWNER + owner.encode(), None)
+
+    def own(self, partition: int) -> None:
+        """What was claimed is owned: its turn has come."""
+        self._owned[partition] = self._waiting.pop(partition)
+
+    def withdraw(self, partition: int) -> None:
+        """Give up a claim that waits."""
+        self._waiting.pop(partition)
+        self._writer.put_state(partition, OWNER + self._writer.id.encode(), None)
+
+    def keep(self, partition: int) -> None:
+        """The release of this partition was not committed."""
+        self._silent.discard(partition)
+
+    def released(self, partition: int) -> None:
+        """The release of this partition is committed."""
+        self._silent.discard(partition)
+        del self._owned[partition]
+        self._leaving.discard(partition)
+
     def leads(self, partition: int) -> bool:
         """Whether no other owner of this run has lower slots of this partition. One of the owners leads."""
+        if partition not in self._owned:
+            return False
         first = self._owned[partition].first
         return all(claim.slots.first >= first for claim in self._beside(partition))
 
@@ -335,39 +458,63 @@ class Ownership:
             claim for owner, claim in ownership.items() if owner != self._writer.id and claim.run == self._run
         ]
 
-    def leaving(self) -> None:
-        """Say that what has begun will be finished, and nothing else."""
-        for partition, name, value in self._notes(leaving=True):
-            self._writer.put_state(partition, name, value)
+    def leaving(self, partition: int | None = None) -> None:
+        """Say that what has begun will be finished, and nothing else: in this partition, or in all."""
+        leaves = self._owned if partition is None else {partition: self._owned[partition]}
+        self._leaving |= leaves.keys()
+        self._put(leaves)
 
-    def attached(self, claimant: Claimant) -> None:
-        """Say which Spark task the owner serves from now on."""
+    def is_leaving(self, partition: int) -> bool:
+        """Whether it has said so about this partition."""
+        return partition in self._leaving
+
+    def attached(self, claimant: Claimant, wanted: Mapping[int, Slots]) -> None:
+        """Say which Spark task the owner serves from now on, and that it leaves what is not wanted any more.
+
+        It says nothing in claims that it will withdraw.
+        """
         self._claimant = claimant
-        for partition, name, value in self._notes():
-            self._writer.put_state(partition, name, value)
+        self._leaving |= {p for p, slots in self._owned.items() if wanted.get(p) != slots}
+        self._put(self._owned | {p: slots for p, slots in self._waiting.items() if wanted.get(p) == slots})
 
-    def release(self) -> list[StateRecord]:
-        """The records that release all claims when they are committed."""
-        return [(partition, name, None) for partition, name, _ in self._notes()]
+    def release(self, partition: int | None = None) -> list[StateRecord]:
+        """The records that release this partition, or all claims, when they are committed.
+
+        Until :meth:`released` or :meth:`keep` nothing is said about a single partition.
+        """
+        name = OWNER + self._writer.id.encode()
+        if partition is not None:
+            self._silent.add(partition)
+        released = (self._owned | self._waiting) if partition is None else [partition]
+        return [(one, name, None) for one in released]
+
+    def _put(self, ranges: Mapping[int, Slots]) -> None:
+        for partition, name, value in self._notes(ranges):
+            self._writer.put_state(partition, name, value)
 
     def _own(self, partition: int) -> Claim | None:
-        return self._state.owners.get(partition, {}).get(self._writer.id)
+        found = self._state.owners.get(partition, {}).get(self._writer.id)
+        # An earlier claim, which was released, says nothing about the place of the newest.
+        return None if found is None or found.number != self._numbers.get(partition, 0) else found
 
     def _before(self) -> dict[str, Claim]:
         """Earlier claims of any of the slots that are not released."""
         found: dict[str, Claim] = {}
         for partition in self._owned:
-            own = self._own(partition)
-            found |= {
-                owner: claim
-                for owner, claim in self._rivals(partition).items()
-                if own is None or claim.place < own.place or claim.leaving
-            }
+            found |= self._before_in(partition)
         return found
+
+    def _before_in(self, partition: int) -> dict[str, Claim]:
+        own = self._own(partition)
+        return {
+            owner: claim
+            for owner, claim in self._rivals(partition).items()
+            if own is None or claim.place < own.place or claim.leaving
+        }
 
     def _rivals(self, partition: int) -> dict[str, Claim]:
         """Claims of other workers that overlap this worker's slots."""
-        slots = self._owned[partition]
+        slots = (self._owned | self._waiting)[partition]
         ownership = self._state.owners.get(partition, {})
         return {
             owner: claim
@@ -394,16 +541,20 @@ class Ownership:
             return waited > self._patience or time.monotonic() - claim.heard > _SILENCE_SECONDS
         return waited > ANSWER_SECONDS
 
-    def _notes(self, *, leaving: bool = False) -> list[StateRecord]:
+    def _notes(self, ranges: Mapping[int, Slots]) -> list[StateRecord]:
         name = OWNER + self._writer.id.encode()
         notes: list[StateRecord] = []
-        for partition, slots in self._owned.items():
+        for partition, slots in ranges.items():
+            if partition in self._silent:
+                continue
             value: dict[str, Any] = {"run": self._run, "who": self._who}
             if self._claimant.outlives_task:
                 value |= {"epoch": self._claimant.epoch, "task": self._claimant.task}
+            if number := self._numbers.get(partition, 0):
+                value["number"] = number
             if slots != ALL:
                 value["slots"] = str(slots)
-            if leaving:
+            if partition in self._leaving:
                 value["leaving"] = True
             notes.append((partition, name, json.dumps(value).encode()))
         return notes

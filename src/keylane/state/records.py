@@ -46,6 +46,7 @@ class ClaimRecord(NamedTuple):
     leaving: bool
     epoch: int
     task: int
+    number: int = 0
 
 
 @wire.decoder
@@ -60,6 +61,7 @@ def decode_claim(value: bytes) -> ClaimRecord:
         leaving=wire.boolean(found.get("leaving", False)),
         epoch=wire.integer(found["epoch"]) if "epoch" in found else -1,
         task=wire.integer(found["task"]) if "task" in found else -1,
+        number=wire.integer(found["number"]) if "number" in found else 0,
     )
 
 

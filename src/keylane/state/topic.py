@@ -27,6 +27,7 @@ key                       value
 ``command/guard``         ``{"run": …, "why": …}``: most messages failed; do not start this run again
 ``command/message/<id>``  an operator's: :mod:`keylane.state.commands` (``letters``, ``reset``, ``cancel`` too)
 ``audit/<id>``            who gave a command, and when; ``audit/<id>/done``: its result
+``pause/<what>``          what an operator has paused: :mod:`keylane.state.pauses`
 ``watch``                 ``{"until": …}``: until then somebody looks at single lanes
 ``rest``                  ``{"run": …, "until": …}``: everything below is done, except messages of stopped lanes
 ========================  ==================================================================
@@ -60,11 +61,12 @@ from keylane.offsets.slots import ALL, Slots
 from keylane.policies.versions import decode_mark
 from keylane.state import records
 from keylane.state.commands import AUDIT, COMMAND, Command, decode_command
+from keylane.state.pauses import PAUSE, PauseRecord, decode_pause
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import state_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from keylane.kafka.client import Consumer
     from keylane.kafka.settings import KafkaSettings
@@ -112,7 +114,7 @@ _KINDS = (
         FORMER,
         LOAD,
     ),
-    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], REST),
+    *(PLAN, WATCH, OWNER[:-1], STOP, GUARD, REPLAN, COMMAND[:-1], AUDIT[:-1], PAUSE[:-1], REST),
 )
 _PARTS = (LOAD, REST, REDRIVEN, VERSIONS, LAYOUT)
 ELSEWHERE = "kl1:@"
@@ -252,6 +254,8 @@ class Claim:
     """The last epoch in which a Spark task was attached; -1 if the owner ends with its task."""
     task: int = -1
     """The number of that Spark task."""
+    number: int = 0
+    """Which of its owner's claims of this partition this is: an owner may release a partition and claim it again."""
 
 
 def _consumer(settings: KafkaSettings, app: str, wait: int) -> Consumer:
@@ -297,15 +301,16 @@ class StateTopic:
         self._consumer = consumer or _consumer(
             settings, app, _RESTING_FETCH_WAIT_MS if rests else _FETCH_WAIT_MS
         )
-        self._reader = PartitionReader(self._consumer, topic, missing_seconds=0)
-        # A broker that has just come back may not know the topic yet. If the topic was deleted, the task's commits
-        # fail.
-        self._follower = PartitionReader(self._consumer, topic, missing_seconds=inf)
+        self._read_with(self._consumer)
         self._next: dict[int, int] = dict.fromkeys(self._partitions, 0)
         self._progress: dict[int, tuple[int, str]] = {}  # a watermark and its metadata
         self.malformed: Counter[str] = Counter()
         """Records that could not be read, by kind. Earlier records with the same names still count."""
         self._fresh: list[Command] = []
+        self.pauses: dict[tuple[int, bytes], PauseRecord] = {}
+        """What operators have paused, by partition and name."""
+        self.pause_changes = 0
+        """How often :attr:`pauses` has changed."""
         self.stopped = False
         self.watched_until = 0.0  # unix time: until then, telemetry has every lane
         self.guard_reason = ""  # why the run was stopped
@@ -333,6 +338,12 @@ class StateTopic:
         self.rests: dict[
             int, dict[Slots, int]
         ] = {}  # of this run: everything below is done, except in stopped lanes
+
+    def _read_with(self, consumer: Consumer) -> None:
+        self._reader = PartitionReader(consumer, self.topic, missing_seconds=0)
+        # A broker that has just come back may not know the topic yet. If the topic was deleted, the task's commits
+        # fail.
+        self._follower = PartitionReader(consumer, self.topic, missing_seconds=inf)
 
     def restore(self) -> None:
         """Read the whole topic. Raises BrokerError when it cannot be read."""
@@ -414,7 +425,8 @@ class StateTopic:
     def _read(self, message: Any) -> bool:
         """Take a record. True if the message is the partition's end instead."""
         if message.error() is not None:
-            self._next[message.partition()] = message.offset()
+            if message.partition() in self._next:
+                self._next[message.partition()] = message.offset()
             return True
         self._take(message)
         return False
@@ -443,7 +455,7 @@ class StateTopic:
 
     def has_read(self, ends: Mapping[int, int]) -> bool:
         """True if everything below these offsets was read."""
-        return all(self._next[p] >= end for p, end in ends.items())
+        return all(self._next.get(p, end) >= end for p, end in ends.items())
 
     def repeat_commands(self) -> None:
         """For the next epoch: :meth:`take_commands` returns all pending commands again."""
@@ -478,12 +490,65 @@ class StateTopic:
             command for command in fresh if self.commands.get((command.partition, command.name)) == command
         ]
 
+    @property
+    def partitions(self) -> Collection[int]:
+        """The partitions that it follows."""
+        return self._partitions
+
+    def adopt(self, other: StateTopic) -> None:
+        """Follow the other view's partitions too, from where it has read to. Close that one afterwards. Never blocks.
+
+        The two change their consumers: the other one's is newer, and so knows partitions that were added to the topic.
+        Pending commands of those partitions are not returned by :meth:`take_commands`: see :meth:`commands_of`.
+        """
+        partitions = [p for p in other._partitions if p not in self._next]
+        for mine, theirs in zip(self._by_partition(), other._by_partition(), strict=True):
+            mine.update({p: theirs[p] for p in partitions if p in theirs})
+        self.lanes |= other.lanes
+        self.commands |= other.commands
+        self.audits |= other.audits
+        self._next |= {p: other._next[p] for p in partitions}
+        self._partitions += partitions
+        self.stopped = self.stopped or other.stopped
+        self.guard_reason = self.guard_reason or other.guard_reason
+        if other.wanted.get("number", 0) > self.wanted.get("number", 0):
+            self.wanted = other.wanted
+        self._consumer, other._consumer = other._consumer, self._consumer
+        self._read_with(self._consumer)
+        self._reader.add({p: place for p, place in self._next.items() if p not in partitions})
+
+    def drop(self, partition: int) -> None:
+        """Do not follow this partition any more: another worker owns it. Never blocks."""
+        self._partitions.remove(partition)
+        del self._next[partition]
+        self._reader.remove([partition])
+        for mine in self._by_partition():
+            mine.pop(partition, None)
+        self.lanes = {place: lane for place, lane in self.lanes.items() if place[0] != partition}
+        self.commands = {place: one for place, one in self.commands.items() if place[0] != partition}
+        self.audits = {name: audit for name, audit in self.audits.items() if audit[0] != partition}
+        self._fresh = [command for command in self._fresh if command.partition != partition]
+
+    def _by_partition(self) -> tuple[dict[int, Any], ...]:
+        """What is known about each partition."""
+        return (
+            *(self.runs, self.owners, self.proposals, self.range_progresses, self.grouped, self.rests),
+            *(self.layouts, self.state_layouts, self.plans, self.loads, self.attempts, self.redriven),
+            *(self.parts, self._progress),
+        )
+
+    def commands_of(self, partition: int) -> list[Command]:
+        """All pending commands about this partition: for a worker that has just taken it."""
+        return [command for command in self.commands.values() if command.partition == partition]
+
     def close(self) -> None:
         """Close the consumer."""
         self._consumer.close()
 
     def _take(self, message: Any) -> None:
         name, value, partition = message.key() or b"", message.value(), message.partition()
+        if partition not in self._next:  # fetched before it was dropped
+            return
         self._next[partition] = message.offset() + 1
         if (self.versions is None and name.startswith(VERSION)) or (
             self._versions_only and not name.startswith(VERSION)
@@ -525,18 +590,20 @@ class StateTopic:
         if not owner.startswith(f"{self._app}."):  # its id may be fenced, so it must be one of this app's
             raise MalformedRecordError(f"expected a transactional id of the app, got {owner[:60]!r}")
         ownership = self.owners.setdefault(partition, {})
-        if owner in ownership:  # it now says that it is leaving; its place stays
-            place = ownership[owner].place
         heard = time.monotonic()
         try:
             found = records.decode_claim(value)
+            known = ownership.get(owner)
+            if known is not None and known.number == found.number:  # it says more about the same claim
+                place = known.place
         except MalformedRecordError:
             # Someone may own slots here. Put it before all others, so that the next task to claim fences this id, and
             # no task that has already claimed takes it for a successor.
             ownership.setdefault(owner, Claim(-1, ALL, "", "a malformed claim", leaving=False, heard=heard))
             raise
         ownership[owner] = Claim(
-            place, found.slots, found.run, found.who, found.leaving, heard, found.epoch, found.task
+            *(place, found.slots, found.run, found.who, found.leaving, heard),
+            *(found.epoch, found.task, found.number),
         )
 
     def _put(self, partition: int, name: bytes, value: bytes) -> None:
@@ -593,6 +660,9 @@ class StateTopic:
             self._fresh.append(command)
         elif name.startswith(AUDIT):
             self.audits[name] = partition, value
+        elif name.startswith(PAUSE):
+            self.pauses[partition, name] = decode_pause(name, partition, value)
+            self.pause_changes += 1
 
     def _take_back(self, partition: int, name: bytes) -> None:
         if name.startswith(VERSION) and self.versions is not None:
@@ -602,6 +672,7 @@ class StateTopic:
         self.lanes.pop((partition, name), None)
         self.commands.pop((partition, name), None)
         self.audits.pop(name, None)
+        self.pause_changes += self.pauses.pop((partition, name), None) is not None
         self.parts.get(partition, set()).discard(name)
         if _is_part(name, LOAD):
             self.loads.get(partition, {}).pop(_part(name, LOAD), None)

@@ -128,10 +128,14 @@ def _lane_reasons(view: LagView, one: PartitionView) -> Iterator[str]:
 
 
 def _task_reasons(task: Snapshot, partition: int) -> Iterator[str]:
-    """Yield what slows down the partition's task: open breakers, hot keys, a full buffer."""
+    """Yield what slows down the partition's task: open breakers, rates, pauses, hot keys, a full buffer."""
     for stage, state in task.breakers.items():
         if state in ("open", "half_open"):
             yield f"the breaker of stage {printable(stage)} is {state.replace('_', ' ')}"
+    for what, waiting in task.holds.items():
+        if what.startswith("partition ") and what != f"partition {partition} paused":
+            continue
+        yield f"{printable(what)}: {counted(waiting, 'lane')} of its task {'waits' if waiting == 1 else 'wait'}"
     for hot in task.hot:
         if hot.partition == partition and hot.waiting >= 100 and hot.share >= 0.05:
             yield (

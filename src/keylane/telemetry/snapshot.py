@@ -54,7 +54,7 @@ class LaneFigures:
     running: int = 0
     retrying: int = 0
     waiting: int = 0
-    """For a stage whose breaker is open."""
+    """For a stage whose breaker is open, whose rate is used up, or that is paused."""
     blocked: int = 0
     parked: int = 0
 
@@ -108,6 +108,8 @@ class Snapshot:
     partitions: Mapping[int, PartitionFigures]
     breakers: Mapping[str, str] = field(default_factory=dict)
     """By stage: ``closed``, ``open``, ``half_open`` or ``recovering``."""
+    holds: Mapping[str, int] = field(default_factory=dict)
+    """What holds lanes back besides breakers, in words, and how many lanes wait for it: rates and pauses."""
     latency: Histogram = field(default_factory=Histogram)
     """Seconds from a message's timestamp until it was done."""
     processing: Histogram = field(default_factory=Histogram)
@@ -168,6 +170,10 @@ def decode(value: bytes | None) -> Snapshot:
         breakers={
             wire.text(s, _NAME_CHARACTERS_MAX): wire.text(state, _NAME_CHARACTERS_MAX)
             for s, state in _object(breakers, _ENTRIES_MAX).items()
+        },
+        holds={  # a record of an earlier version has none
+            wire.text(what, _NAME_CHARACTERS_MAX): wire.integer(waiting)
+            for what, waiting in _object(found.get("holds", {}), _ENTRIES_MAX).items()
         },
         lanes=LaneFigures(**_typed(LaneFigures, lanes)),
         latency=Histogram.from_json(latency),

@@ -52,6 +52,20 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """An operator pauses the app, or only a partition, a stage or a key, and resumes it after ``for_`` seconds.
+
+    A restart in between does not end the pause.
+    """
+
+    at: float
+    for_: float
+    partition: int | None = None
+    stage: str | None = None
+    key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
     """From this virtual second, dead letters cannot be written for ``for_`` seconds."""
 
@@ -106,5 +120,5 @@ class Reset:
 
 Action = Release | Skip | Redrive | Reset
 Break = Crash | Drain | Recut | Recreate
-Fault = Break | Pause | Refuse | Reject | Action
+Fault = Break | Pause | Hold | Refuse | Reject | Action
 """An event of a run that is not a message."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
 from keylane.audit.violation import EventKind, HistoryEvent
@@ -29,6 +30,7 @@ from keylane.testing.faults import (
     Crash,
     Drain,
     Fault,
+    Hold,
     Pause,
     Recreate,
     Recut,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from keylane.app import App
+    from keylane.engine.pauses import PauseScope
     from keylane.lanes.lane_record import LaneRecord
     from keylane.message import Headers
     from keylane.spec import Observer
@@ -154,6 +157,7 @@ class Harness:
             refusals=[fault for fault in faults if isinstance(fault, Refuse)],
             rejections=[fault for fault in faults if isinstance(fault, Reject)],
         )
+        self._hold_faults = [fault for fault in faults if isinstance(fault, Hold)]
         self._breaks: deque[Break] = deque(
             fault for fault in faults if isinstance(fault, Crash | Drain | Recut | Recreate)
         )
@@ -200,11 +204,14 @@ class Harness:
         """Raise the number of the source's partitions. Keys move from the next run on."""
         self.log.grow(partitions)
 
-    def run(self) -> RunResult:
+    def run(self, until: float | None = None) -> RunResult:
         """Run until all sent messages are done. After that, more can be sent and run; the clock continues.
+
+        Timers fire too, and what they set again; not those that are due after the virtual second ``until``.
 
         Raises :class:`keylane.testing.StuckError` if that is impossible, and any error that stops the engine.
         """
+        self._world.until = nextafter(inf, 0) if until is None else until
         last = max([*self._arrivals.values(), *(at for at, *_ in self._unsent)], default=0.0)
         self._append()
         run_virtual(self._run(), start=self._now, limit=max(last, self._now) + self._limit)
@@ -385,6 +392,9 @@ class Harness:
         async with AsyncExitStack() as stack:
             tasks = [await self._begin(stack, number) for number in range(self._tasks)]
             jobs = [loop.create_task(self._work(tasks))]
+            if self._hold_faults:
+                self._order_holds(tasks)
+                jobs.append(loop.create_task(self._hold(tasks)))
             for task in tasks:
                 jobs += [loop.create_task(task.commits()), loop.create_task(task.clerk.run())]
             drain_timeout, recreate = 0.0, False
@@ -433,6 +443,21 @@ class Harness:
             await task.rest()
         if self._unsent:
             await asyncio.Event().wait()  # for the new topic, in which they arrive
+
+    async def _hold(self, tasks: list[TaskLife]) -> None:
+        """Pause and resume what the schedule says, until cancelled."""
+        loop = asyncio.get_running_loop()
+        for at in sorted({at for hold in self._hold_faults for at in (hold.at, hold.at + hold.for_)}):
+            if at > loop.time():
+                await asyncio.sleep(at - loop.time())
+                self._order_holds(tasks)
+        await asyncio.Event().wait()
+
+    def _order_holds(self, tasks: list[TaskLife]) -> None:
+        now = asyncio.get_running_loop().time() + 1e-9
+        scopes = {_scope(hold): hold for hold in self._hold_faults if hold.at <= now < hold.at + hold.for_}
+        for task in tasks:
+            task.engine.pauses.order(scopes)
 
     async def _act(self, tasks: list[TaskLife]) -> None:
         """Carry out the operators' commands. The next epoch repeats a command that a crash has cut off."""
@@ -495,6 +520,14 @@ def _check_faults(app: AppSpec, faults: Iterable[Fault]) -> None:
             raise SettingsError(
                 f"Harness: {fault} needs an order by key or partition, got order={app.order!r}"
             )
+
+
+def _scope(hold: Hold) -> PauseScope:
+    if hold.partition is not None:
+        return "partition", hold.partition
+    if hold.stage is not None:
+        return "stage", hold.stage
+    return ("app", None) if hold.key is None else ("key", hold.key)
 
 
 def _pair(seconds: float | tuple[float, float]) -> tuple[float, float]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 from keylane.engine.engine import Engine
-from keylane.engine.lane_state import MemoryValues
+from keylane.engine.lane_state import TIMER, MemoryValues
 from keylane.engine.redrive import RedriveItem, RedriveRounds
 from keylane.engine.version_store import Moves
 from keylane.lanes.lane_record import KEYLESS, LANE, LaneStatus, decode_lane
 from keylane.offsets.range_progress import RangeWatermark
+from keylane.offsets.slots import SLOTS
 from keylane.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from keylane.testing.log import MemoryLog, MemoryRecord
     from keylane.testing.sink import Dead, MemorySink
 
+_TIMER_SECONDS = 0.05
+"""Between two looks whether a timer that is due has fired."""
 REDRIVE = b"redrive/"
 """Prefix of unfinished redrive commands in the state topic."""
 
@@ -49,6 +53,8 @@ class World:
     stale: set[Position] = field(default_factory=set)
     redriven: set[Position] = field(default_factory=set)
     """Redriven dead letters, without which their lanes had continued."""
+    until: float = nextafter(inf, 0)
+    """Timers that are due later do not fire."""
     first: int = 0
     """The number of the source's first partition in the history: partitions of deleted topics come before it."""
 
@@ -93,9 +99,10 @@ class TaskLife:
             progress=lambda partition: self.parts[partition].mark.progress(),
             read_to=self._read_to,
             store=moves.store,
-            values=MemoryValues(world.durable.values),
+            values=MemoryValues(world.durable.values, self.owns),
             wall=loop.time,
             rng=world.rng.random,
+            share=sum(map(len, plan.values())) / (SLOTS * world.log.partitions),
             source_id=f"recreated-{world.first}" if world.first else "",
         )
         self.clerk = CommandClerk(self, app, world)
@@ -166,8 +173,27 @@ class TaskLife:
         while True:
             await self.clerk.rest()
             await self.engine.finish()
-            if self.clerk.idle:
+            if self.clerk.idle and not await self._wait_for_timer():
                 return
+
+    async def _wait_for_timer(self) -> bool:
+        """Wait until the next timer is due; False if there is none, or none that can fire before the run ends."""
+        timers = self.engine.timers
+        if timers is None:
+            return False
+        await self.commit()
+        due = min(
+            (
+                value.due / 1000
+                for (partition, lane, tag), value in self._world.durable.values.items()
+                if tag.startswith(TIMER) and self.owns(partition, lane) and not timers.is_held_back(lane)
+            ),
+            default=inf,
+        )
+        if due > self._world.until:
+            return timers.in_flight > 0
+        await asyncio.sleep(max(_TIMER_SECONDS, due - asyncio.get_running_loop().time()))
+        return True
 
     async def commits(self) -> None:
         """Commit changes until cancelled."""

@@ -69,9 +69,9 @@ class _InSourceOrder:
 class CommandExecutor(Contributor):
     """Executes commands for one task. Used on its loop's thread.
 
-    ``redriven`` are the dead letters already redriven, by partition, from the state topic. ``cuts`` are the task's
-    slots of shared partitions. ``commit`` commits what was written so far, ``source`` is the identity of the current
-    source topic.
+    ``redriven`` are the dead letters already redriven, by partition, from the state topic. ``slots`` are those that
+    the worker owns, by partition; they change while it runs. ``commit`` commits what was written so far, ``source`` is
+    the identity of the current source topic.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CommandExecutor(Contributor):
         app: AppSpec,
         owner: str,
         redriven: dict[int, OffsetRuns],
-        cuts: Mapping[int, Slots],
+        slots: Mapping[int, Slots],
         wall: Callable[[], float],
         *,
         source: TopicIdentity,
@@ -95,12 +95,13 @@ class CommandExecutor(Contributor):
         self._app = app
         self._owner = owner
         self._home = ExpectedOrigin(app=app.name, source=source)
-        self._cuts = cuts
+        self._slots = slots
         self._wall = wall
         self._source = source
         self._commit = commit
         self._plan = plan
         self._rounds = RedriveRounds(engine, self._begin)
+        self._known = redriven
         self._redriven = dict(redriven)  # a copy: the state's own follows the topic, which lags behind
         self._changed: set[int] = set()  # partitions whose redriven letters are not recorded yet
         self._pending: dict[str, Command] = {}  # redrives by id
@@ -111,7 +112,7 @@ class CommandExecutor(Contributor):
         self.redriven_versions: Callable[[], list[StateRecord]] = list
         """Returns records for the transaction that records redriven letters."""
 
-    def take(self, commands: Iterable[Command]) -> None:
+    def carry_out(self, commands: Iterable[Command]) -> None:
         """Carry out or start new commands. A command that is cancelled by another one among them is not started."""
         fresh = {command.id: command for command in commands}
         for cancel in [command for command in fresh.values() if command.do == "cancel"]:
@@ -120,6 +121,8 @@ class CommandExecutor(Contributor):
         for command in fresh.values():
             if command.do == "redrive":
                 self._take_redrive(command)
+            elif command.do in ("pause", "resume"):
+                self._take_pause(command)
             elif command.do == "reset":
                 problem = self._reset(command)
                 log.warning("reset by %s of lane %r: %s", command.who, command.key, problem or "done")
@@ -141,6 +144,23 @@ class CommandExecutor(Contributor):
             command.offset,
             command.key,
             problem or "done",
+        )
+        self._answer(command, ok=problem is None, why=problem or "done")
+
+    def _take_pause(self, command: Command) -> None:
+        """Confirm it: the pause itself is a record, which every task of the app follows."""
+        stages = [stage.name for stage in self._app.stages]
+        problem = None
+        if command.do == "pause" and command.scope == "stage" and command.stage not in stages:
+            problem = f"the app has no stage {command.stage!r}; it has {', '.join(map(repr, stages))}"
+        what = command.stage or (command.key if command.key is not None else command.partition)
+        log.warning(
+            "%s by %s of %s %r: %s",
+            command.do,
+            command.who,
+            command.scope,
+            what,
+            problem or command.reason or "done",
         )
         self._answer(command, ok=problem is None, why=problem or "done")
 
@@ -222,11 +242,40 @@ class CommandExecutor(Contributor):
         moved = any(partition_of(key, count) == command.partition for count in plan.former)
         if home == command.partition or not moved:
             return None
-        slots = plan.slots.get(home)
+        slots = self._slots.get(home)
         return None if slots is not None and self._app.slot_of(key, 0) in slots else home
 
     def _lane(self, command: Command) -> bytes | None:
         return self._engine.lane_key(command.key, command.partition)
+
+    def plan(self, plan: TaskPlan) -> None:
+        """The next epoch has begun; partitions may have been added to the source."""
+        self._plan = plan
+
+    def take(self, ranges: Mapping[int, Slots], /) -> None:
+        """The worker owns these ranges now: the letters that were redriven are known."""
+        for partition in ranges:
+            self._redriven[partition] = self._known.get(partition, OffsetRuns()).union(OffsetRuns())
+
+    def release(self, ranges: Mapping[int, Slots], /) -> None:
+        """Another worker owns these ranges now."""
+        for partition in ranges:
+            self._redriven.pop(partition, None)
+            self._answers.pop(partition, None)
+            self._changed.discard(partition)
+
+    def is_ours(self, command: Command) -> bool:
+        """Whether the worker owns the slot that the command is about."""
+        slots = self._slots.get(command.partition)
+        if slots is None:
+            return False
+        if command.key is None and command.offset is None:
+            return 0 in slots  # letters of messages without a key, which any owner may run
+        return self._app.slot_of(command.key, command.offset or 0) in slots
+
+    def has_redrives(self, partition: int) -> bool:
+        """Whether letters of this partition are being redriven, or are to be."""
+        return any(command.partition == partition for command in self._pending.values())
 
     @property
     def idle(self) -> bool:
@@ -279,7 +328,11 @@ class CommandExecutor(Contributor):
 
     def _records(self, changed: Iterable[int]) -> list[StateRecord]:
         records = [
-            (partition, part_of(REDRIVEN, self._cuts.get(partition, ALL)), self._redriven[partition].encode())
+            (
+                partition,
+                part_of(REDRIVEN, self._slots.get(partition, ALL)),
+                self._redriven[partition].encode(),
+            )
             for partition in sorted(changed)
         ]
         return [*self.redriven_versions(), *records] if records else []

@@ -71,6 +71,7 @@ class CommitLoop:
         while True:
             now = time.monotonic()
             try:
+                writer.check()
                 if self.leaving and now - said > LEAVING_EVERY_SECONDS:
                     said = now
                     self._ownership.leaving()
@@ -123,6 +124,24 @@ class CommitLoop:
             log.warning("commit at the end of the epoch failed owner=%s reason=%s", self._owner, error)
             return False
         return True
+
+    async def commit_release(self, release: Contributor) -> None:
+        """Commit what is done with the release of a range, also if that needs a new client.
+
+        Raises AbortedError with ``exactly_once``, FencedError and BrokerError.
+        """
+        for tries_left in reversed(range(LAST_COMMIT_TRIES)):
+            try:
+                await self.commit(release)
+                break
+            except AbortedError as error:
+                if self._exact or not tries_left:
+                    raise
+                if self._writer.failed:
+                    await self._replace_client(error)
+                else:
+                    log.warning("release of a range failed, retrying owner=%s reason=%s", self._owner, error)
+                    await asyncio.sleep(_CHECK_SECONDS)
 
     async def commit_last(self, last: Contributor, *, shared: Sequence[int], failed: bool) -> None:
         """Commit for the last time, with ``last``.

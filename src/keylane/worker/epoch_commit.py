@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from keylane.errors import BrokerError, TakenOverError
 from keylane.kafka.client import KafkaException, TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
+from keylane.kafka.lost_requests import LostRequests
+from keylane.kafka.settings import client_log
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.metadata import METADATA_BYTES_MAX, stamp
 from keylane.offsets.shard import WHOLE, Shard
@@ -46,6 +48,7 @@ class EpochCommitter:
         self._since = since
         self._cluster = Cluster(settings)
         self._producer: Any = None
+        self._lost = LostRequests(client_log)
         self._state: StateTopic | None = None
         self._group: Any = None
         self._settled = 0
@@ -92,7 +95,10 @@ class EpochCommitter:
         """The state topic as it is now."""
         if self._producer is None:
             # Create the producer before checking who owns the app: after that no other run can come in between.
-            self._producer = transactional_producer(self._settings, run_id(self._app, self._shard))
+            self._lost = LostRequests(client_log)
+            self._producer = transactional_producer(
+                self._settings, run_id(self._app, self._shard), lost=self._lost
+            )
             consumer = self._settings.consumer(self._app)
             self._group = consumer.consumer_group_metadata()
             consumer.close()
@@ -132,3 +138,7 @@ class EpochCommitter:
                     f"app {self._app!r} was taken over by another run; this one has ended"
                 ) from error
             raise BrokerError(f"the epoch's progress was refused: {error.args[0].str()}") from error
+        self._producer.poll(0)  # delivers the client's log
+        if self._lost.any:  # a late request may still end the next transaction of this producer epoch
+            discard(self._producer)
+            self._producer = None

@@ -13,22 +13,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from keylane.engine.engine import Engine
+    from keylane.offsets.slots import Slots
     from keylane.state.ownership import Ownership
     from keylane.worker.commit import CommitBatch
     from keylane.worker.task_plan import TaskPlan
 
 
 class EpochRecords(Contributor):
-    """For the planner: ``load`` is what was read in the epoch, by partition and bucket of slots."""
+    """For the planner: ``load`` is what was read in the epoch, by partition and bucket of slots.
 
-    def __init__(self, plan: TaskPlan, load: Mapping[int, list[int]]) -> None:
+    ``slots`` are those that the worker owns.
+    """
+
+    def __init__(self, plan: TaskPlan, slots: Mapping[int, Slots], load: Mapping[int, list[int]]) -> None:
         self._plan = plan
+        self._slots = slots
         self._load = load
 
     def collect(self, batch: CommitBatch, /) -> None:
         """Add the load."""
         plan = self._plan
-        for partition, slots in plan.slots.items():
+        for partition, slots in self._slots.items():
             load = json.dumps([plan.run, plan.epoch, self._load[partition]]).encode()
             batch.note(partition, part_of(LOAD, slots), load)
 
@@ -49,13 +54,14 @@ class LastRecords(EpochRecords):
     def __init__(
         self,
         plan: TaskPlan,
+        slots: Mapping[int, Slots],
         load: Mapping[int, list[int]],
         engine: Engine,
         ownership: Ownership | None,
         *,
         finished: bool,
     ) -> None:
-        super().__init__(plan, load)
+        super().__init__(plan, slots, load)
         self._engine = engine
         self._ownership = ownership
         self._finished = finished
@@ -71,7 +77,7 @@ class LastRecords(EpochRecords):
                     why = {"run": plan.run, "why": str(error)}
                     batch.note(partition, GUARD, json.dumps(why).encode())
         elif self._finished and plan.until is not None and (engine.held or plan.cuts):
-            for partition, slots in plan.slots.items():
+            for partition, slots in self._slots.items():
                 value = {"run": plan.run, "until": plan.until[partition]}
                 batch.note(partition, part_of(REST, slots), json.dumps(value).encode())
         if self._ownership is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from itertools import chain
 from operator import attrgetter
@@ -42,7 +43,8 @@ class HeldMessages:
         *,
         slot_of: Callable[[bytes | None, int], int],
     ) -> None:
-        self._flows = flows
+        self._flows = dict(flows)
+        self._closed: dict[int, asyncio.Event] = {}  # partitions of which nothing is accepted any more
         self._watermarks = watermarks
         self._restored = restored  # the watermarks when the task started
         self._slot_of = slot_of
@@ -54,7 +56,12 @@ class HeldMessages:
         if batch.records:  # one call for all partitions: a call for each costs three times as much
             engine.skew.arrived(list(chain.from_iterable(batch.records.values())))
         closed = engine.draining  # what arrives then is left to the next epoch
+        for partition in batch.removed:
+            if partition in self._closed:
+                self._closed[partition].set()
         for partition, fetched in batch.records.items():
+            if partition in self._closed or partition not in self._flows:
+                continue
             watermark, group = self._watermarks[partition], fetched
             if isinstance(watermark, RangeWatermark):
                 group = watermark.own(fetched)
@@ -70,7 +77,24 @@ class HeldMessages:
             watermark.reach(fetched[-1].offset() + 1)
         if not closed:
             for partition, end in batch.ends.items():
+                if partition in self._closed or partition not in self._flows:
+                    continue
                 self._watermarks[partition].reach(end)
+
+    def add(self, partition: int, flow: PartitionFlow) -> None:
+        """Accept messages of this partition too; its watermark is there."""
+        self._flows[partition] = flow
+        self.load[partition] = [0] * BUCKETS
+
+    def close(self, partition: int) -> asyncio.Event:
+        """Accept nothing more of this partition. The event is set when nothing more comes from the fetcher."""
+        return self._closed.setdefault(partition, asyncio.Event())
+
+    def remove(self, partition: int) -> None:
+        """Another worker has this partition. Nothing of it is held any more."""
+        self._closed.pop(partition, None)
+        self._flows.pop(partition, None)
+        self.load.pop(partition, None)
 
     def _unfinished(self, engine: Engine, partition: int, group: list[Record]) -> list[Record]:
         """Return the messages that are not done, and tell the engine the event ids of the others."""
@@ -101,13 +125,17 @@ class HeldMessages:
 
     def evicted(self, partition: int, count: int, size: int) -> None:
         """Count messages of which lanes keep only the offsets; negative numbers: they were fetched again."""
-        flow = self._flows[partition]
+        flow = self._flows.get(partition)
+        if flow is None:
+            return
         flow.done += count
         flow.evicted += count
         flow.bytes_done += size
 
     def lost(self, partition: int, offsets: Collection[int]) -> None:
         """These evicted messages are no longer in the log."""
+        if partition not in self._flows:
+            return
         self._watermarks[partition].done(offsets)
         self._flows[partition].done += len(offsets)
 

@@ -132,18 +132,40 @@ class LaneValues:
         """What was put is everything that the topic has below these offsets, of the worker's slots."""
         self._ends.update(ends)
 
-    def due(self, until: int, prefix: str, limit: int) -> list[tuple[Name, StoredValue]]:
-        """Committed values of this kind that are due by then (milliseconds since 1970)."""
-        found = []
+    def due(self, until: int, prefix: str, limit: int, *, after: int = 0) -> list[tuple[Name, StoredValue]]:
+        """Committed values of this kind with a time above ``after`` and up to ``until``, the earliest first."""
+        found: list[tuple[Name, StoredValue]] = []
         for partition, file in self._files.items():
-            for lane, tag, value in file.due(until, prefix, limit):
+            later = self._unwritten(partition)
+            own = [
+                (name, value)
+                for name, value in later.items()
+                if name[2].startswith(prefix) and value.content is not None and after < value.due <= until
+            ]
+            rows = file.due(until, prefix, after=after)
+            for lane, tag, slot, value in rows:
                 name = partition, lane, tag
-                later = self._pending.get(partition, {}).get(name) or self._flushing.get(partition, {}).get(
-                    name
-                )
-                if later is None:
-                    found.append((name, value))
-        return found
+                if name not in later and any(slot in one for one in self._owned[partition]):
+                    own.append((name, value))
+                    if len(own) >= limit + len(later):
+                        break
+            found += own
+        return sorted(found, key=lambda item: item[1].due)[:limit]
+
+    def next_due(self, prefix: str, *, after: int = 0) -> int | None:
+        """A time above ``after``, not later than the earliest of a value of this kind."""
+        times = [file.next_due(prefix, after=after) for file in self._files.values()]
+        for partition in self._files:
+            times += [
+                value.due
+                for name, value in self._unwritten(partition).items()
+                if name[2].startswith(prefix) and value.content is not None and value.due > after
+            ]
+        return min((due for due in times if due is not None), default=None)
+
+    def _unwritten(self, partition: int) -> dict[Name, StoredValue]:
+        """What was put and may not be in the file."""
+        return self._flushing.get(partition, {}) | self._pending.get(partition, {})
 
     async def flush_often(self) -> None:
         """Write what was put into the files, until cancelled."""

@@ -32,6 +32,7 @@ from keylane.kafka.fetcher import Fetcher
 from keylane.kafka.rejection import RejectedError, Rejections
 from keylane.offsets.slots import ALL
 from keylane.state.ownership import Claimant, Ownership
+from keylane.state.pauses import scopes_of
 from keylane.worker.commands import CommandExecutor
 from keylane.worker.commit_loop import LAST_COMMIT_TRIES, CommitLoop
 from keylane.worker.epoch_records import EpochRecords, LastRecords
@@ -40,6 +41,7 @@ from keylane.worker.ledger_writer import LedgerWriter
 from keylane.worker.outcome_rows import OutcomeRows
 from keylane.worker.output import BUSY_LOOP_LANES, LAST_REPORTS_SECONDS, KafkaOutput
 from keylane.worker.progress import ProgressTracker
+from keylane.worker.range_mover import RangeMover
 from keylane.worker.refetch import Refetched, RefetchReader
 from keylane.worker.session import take_session
 from keylane.worker.telemetry_sender import TelemetryWriter
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from keylane.spec import AppSpec
     from keylane.state.commands import Command
     from keylane.state.topic import StateTopic
+    from keylane.worker.range_member import RangeMember
     from keylane.worker.session import WorkerSession
     from keylane.worker.task_plan import TaskPlan
 
@@ -62,6 +65,8 @@ log = logging.getLogger("keylane.task")
 _PUMP_BUSY_SECONDS, _PUMP_CALM_SECONDS, _PUMP_IDLE_SECONDS = 0.005, 0.02, 0.05
 """Time between two looks at what was acknowledged: while a lane waits for it, while none does, with nothing held."""
 _STATE_POLL_SECONDS = 0.1
+_LATE_DRAIN_SECONDS = 1.0
+"""Time for a drain that begins because a range was not released within ``drain_timeout``: its new owner waits."""
 _ABORTED_MAX = LAST_COMMIT_TRIES
 _FORGET_ABORTED_SECONDS = 60
 _LETTERS_SECONDS = 5.0
@@ -130,6 +135,9 @@ class LaneWorker:
         self._ended = False
         self._error: BaseException | None = None  # what ended it while no task was attached
         self._served = plan  # the loop's: the last plan that it has seen
+        self._moves_ranges = bool(plan.keep_alive) and app.moves_ranges
+        self.gave_way = False
+        """Whether it has ended so that ranges can move: its task may take a part of the plan again."""
         self._thread = threading.Thread(target=self._main, name="keylane-loop", daemon=True)
         self._reset()
 
@@ -143,7 +151,10 @@ class LaneWorker:
         self._commits: CommitLoop | None = None
         self._commands: CommandExecutor | None = None
         self._ownership: Ownership | None = None
+        self._mover: RangeMover | None = None
         self._finished = False  # everything below the plan's `until` is done, or waits in stopped lanes
+        self._moved_away = False  # it ends because all of its ranges are, or must be, others'
+        self._succeeded = False  # another run has taken over
         self._leaves_alone = False  # the other owners of its shared partitions stay
         self._deserted = False  # no task has attached for too long
         self._telemetry: TelemetryWriter | None = None
@@ -173,11 +184,18 @@ class LaneWorker:
         """Whether no task is attached."""
         return not self._attached
 
-    def attach(self, plan: TaskPlan, attempt: int) -> Iterator[list[Delivery]] | None:
-        """Attach the task of the next epoch; None if the lanes do not fit its plan, or are ending."""
+    def attach(self, plan: TaskPlan, attempt: int, *, moves: bool = False) -> Iterator[list[Delivery]] | None:
+        """Attach the task of the next epoch; None if the lanes do not fit its plan, or are ending.
+
+        ``moves``: ranges may differ, and move while the others run.
+        """
         with self._lock:
             unfit = self._retiring or self._closing or self._ended or self._attached
             if unfit or not plan.continues(self._plan):
+                return None
+            if not plan.has_parts_of(self._plan) and not (moves and self._moves_ranges):
+                return None
+            if self._mover is not None and self._mover.has_left(plan):
                 return None
             rows = self._rows.open()
             self._plan, self._attempt, self._deadline = plan, attempt, _deadline(plan)
@@ -302,7 +320,10 @@ class LaneWorker:
             patience=app.drain_timeout + 5,
             claimant=_claimant(plan),
         )
-        starts = await asyncio.to_thread(self._progress.restore, worker_session, ownership, state, plan)
+        patient = not self._moves_ranges
+        starts = await asyncio.to_thread(
+            self._progress.restore, worker_session, ownership, state, plan, patient=patient
+        )
         self._ownership, self.id = ownership, worker_session.writer.id
         commits = self._commits = CommitLoop(
             app, worker_session, state, ownership, self.owner, pause=lambda: self._progress.pause_seconds
@@ -359,6 +380,7 @@ class LaneWorker:
             values=worker_session.values,
             record_limit=worker_session.rules(app.lane_state).limit,
             source_id=worker_session.identity.source.id,
+            share=plan.share_of(self._progress.slots.values()),
         )
         worker_session.duplicates = engine.duplicates
         worker_session.writer.fail = engine.fail
@@ -369,17 +391,20 @@ class LaneWorker:
             app,
             self.owner,
             state.redriven,
-            plan.cuts,
+            self._progress.slots,
             time.time,
             source=worker_session.identity.source,
             commit=commits.commit,
             plan=plan,
         )
-        self._progress.restore_lanes(engine, output)
-        commits.contributors = [*self._progress.connect(engine, commands), commands]
+        commits.contributors = [*self._progress.connect(engine, commands, output), commands]
         commits.contributors += [self._uncommitted, self._rejections]
         if self._ledger is not None:
             commits.contributors.append(self._ledger)
+        engine.pauses.order(scopes_of(state.pauses.values()))
+        members: list[RangeMember] = [self._progress, commands]
+        for member in members:
+            member.take(ownership.owned)
         fetcher.start()
         # Spark plans one more epoch after a stop was requested: it ends at once, and is not worth two lines per task.
         level = logging.DEBUG if state.stopped else logging.INFO
@@ -408,12 +433,33 @@ class LaneWorker:
             background.append(loop.create_task(self._telemetry.run()))
         for job in background:
             job.add_done_callback(lambda job: _fail_with(job, engine))
+        if self._moves_ranges:
+            self._mover = RangeMover(
+                owner=self.owner,
+                plan=plan,
+                state=state,
+                ownership=ownership,
+                progress=self._progress,
+                engine=engine,
+                held=self._held,
+                fetcher=fetcher,
+                commits=commits,
+                commands=commands,
+                members=members,
+                open_view=lambda partition: worker_session.view(partition, self._plan),
+                is_new=worker_session.is_new,
+                fail=engine.fail,
+                drain_timeout=app.drain_timeout,
+            )
         drained = began
         try:
             await self._until_over(engine, commands, fetcher, state)
+            if self._mover is not None:
+                await self._mover.close()
             fetcher.stop_fetching()
             draining = loop.time()
-            if not await engine.drain(app.drain_timeout):
+            late = self._mover is not None and self._mover.late
+            if not await engine.drain(_LATE_DRAIN_SECONDS if late else app.drain_timeout):
                 log.warning(
                     "%s: %d messages were not finished within %g s of drain; they run again",
                     self.owner,
@@ -422,6 +468,8 @@ class LaneWorker:
                 )
             drained = loop.time()
         finally:
+            if self._mover is not None:
+                await self._mover.close()
             await end_stages(engine, self.owner)
             if engine.failure.done() and isinstance(engine.failure.exception(), FailureGuardError):
                 await dead_letters.rest(
@@ -447,7 +495,10 @@ class LaneWorker:
                 if self._telemetry is not None:
                     self._telemetry.last()
         ownership.check_run()
-        self._progress.save_to_session(self._plan.epoch)
+        if self._mover is not None and self._mover.moved:
+            worker_session.forget_state()
+        else:
+            self._progress.save_to_session(self._plan.epoch)
         log.log(
             level,
             "%s: epoch %d ended after %.1f s: drained in %.3f s, closed in %.3f s",
@@ -465,9 +516,16 @@ class LaneWorker:
             return
         failed = error is not None
         last = LastRecords(
-            self._plan, self._held.load, engine, None if failed else ownership, finished=self._finished
+            self._plan,
+            self._progress.slots,
+            self._held.load,
+            engine,
+            None if failed else ownership,
+            finished=self._finished,
         )
-        shared = [] if self._leaves_alone else list(self._plan.cuts)
+        shared = [p for p, slots in self._progress.slots.items() if slots != ALL]
+        if self._leaves_alone:
+            shared = []
         await commits.commit_last(last, shared=shared, failed=failed)
 
     # While it runs, on the loop.
@@ -546,18 +604,28 @@ class LaneWorker:
         """Return when the lanes are to be drained: the run was stopped, the backlog is done, or others take over."""
         assert self._ownership is not None  # noqa: S101 - the lanes begin with it
         assert self._commits is not None  # noqa: S101
+        changes, share = -1, -1.0
         while not state.poll() and not self._abandoned.is_set():
-            if self._ownership.asked_to_leave:
+            if (owned := self._plan.share_of(self._progress.slots.values())) != share:  # ranges come and go
+                share = owned
+                engine.set_share(share)
+            if state.pause_changes != changes:
+                changes = state.pause_changes
+                engine.pauses.order(scopes_of(state.pauses.values()))
+            if self._mover is not None:
+                if self._has_moved_away(self._mover, state):
+                    break
+            elif self._ownership.asked_to_leave:
                 log.info("%s: another worker of this run takes over; finishing what has begun", self.owner)
                 self._commits.leaving = self._leaves_alone = True
                 break
-            if self._ownership.lost:
-                engine.fail(FencedError(f"{self.owner}: another task owns its partitions now"))
-            if state.successor is not None:
+            if (others := self._ownership.overruled) or (self._mover is None and self._ownership.lost):
+                engine.fail(FencedError(f"{self.owner}: another task owns its partitions now {others}"))
+            if state.successor is not None and self._mover is None:
                 log.warning("%s: another run has taken over; finishing what has begun", self.owner)
                 self._commits.leaving = True
                 break
-            commands.take([command for command in state.take_commands() if self._is_ours(command)])
+            commands.carry_out([command for command in state.take_commands() if self._is_ours(command)])
             if fetcher.ended and engine.resting and commands.idle and self._caught_up(engine):
                 self._finished = True
                 break
@@ -569,13 +637,31 @@ class LaneWorker:
                 engine.failure.result()
         with self._lock:
             self._closing = True
+            self.gave_way = self._moved_away and self._attached
+
+    def _has_moved_away(self, mover: RangeMover, state: StateTopic) -> bool:
+        """Move what is to be moved. True when the worker has nothing left, or must drain so that something can move."""
+        assert self._commits is not None  # noqa: S101
+        if state.successor is not None and not self._succeeded:
+            log.warning("%s: another run has taken over; finishing what has begun", self.owner)
+            self._succeeded = True
+            mover.release_all()
+        mover.look()
+        if mover.stuck:
+            log.warning("%s: ranges cannot move while others run; finishing what has begun", self.owner)
+        elif not mover.ranges.over:
+            return False
+        self._moved_away = True
+        self._commits.leaving = self._leaves_alone = True
+        return True
 
     async def _is_over(self, engine: Engine, state: StateTopic) -> bool:
         """Whether to drain now. At the end of an epoch the task is detached instead, and the lanes keep running."""
+        assert self._commits is not None  # noqa: S101
         with self._lock:
             plan, attached, deadline = self._plan, self._attached, self._deadline
         if self._retiring:  # a task that needs other lanes waits for the end of these
-            self._leaves_alone = True
+            self._leaves_alone = self._commits.leaving = True
             return True
         if plan is not self._served:
             self._begin_epoch(plan)
@@ -585,6 +671,7 @@ class LaneWorker:
             log.warning("%s: no Spark task for %g s: draining and releasing", self.owner, plan.keep_alive)
             with self._lock:  # unless one has attached meanwhile
                 self._deserted = self._closing = self._leaves_alone = not self._attached
+            self._commits.leaving = self._deserted
             return self._deserted
         replanned = state.wanted.get("number", 0) > plan.replan
         if time.monotonic() < deadline and not replanned:
@@ -600,7 +687,9 @@ class LaneWorker:
         """A task has attached."""
         assert self._ownership is not None  # noqa: S101
         self._served = plan
-        self._ownership.attached(_claimant(plan))
+        if self._mover is not None:
+            self._mover.plan(plan)
+        self._ownership.attached(_claimant(plan), plan.slots)
         if self._telemetry is not None:
             self._telemetry.begin_epoch(plan)
         log.info("%s: epoch %d began, its lanes were running", self.owner, plan.epoch)
@@ -609,7 +698,7 @@ class LaneWorker:
         """Commit what is done, hand its rows over, and let the task go."""
         assert self._commits is not None  # noqa: S101
         engine.settle()
-        if await self._commits.commit_epoch(EpochRecords(plan, self._held.load)):
+        if await self._commits.commit_epoch(EpochRecords(plan, self._progress.slots, self._held.load)):
             self._held.reset_load()
         with self._lock:
             self._attached = False
@@ -618,11 +707,10 @@ class LaneWorker:
         log.info("%s: epoch %d ended, its lanes keep running", self.owner, plan.epoch)
 
     def _is_ours(self, command: Command) -> bool:
-        """Whether this task owns the slot that the command is about."""
-        slots = self._plan.cuts.get(command.partition, ALL)
-        if command.key is None and command.offset is None:
-            return 0 in slots  # letters of messages without a key, which any owner may run
-        return self._app.slot_of(command.key, command.offset or 0) in slots
+        """Whether this worker runs the lane that the command is about."""
+        assert self._commands is not None  # noqa: S101
+        runs = self._mover is None or self._mover.is_running(command.partition)
+        return runs and self._commands.is_ours(command)
 
     def _caught_up(self, engine: Engine) -> bool:
         """Everything below ``until`` was read, and is done or waits in a stopped lane."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keylane.errors import BrokerError, FailureGuardError, SourceChangedError
 from keylane.kafka.client import TopicPartition
@@ -41,7 +42,7 @@ from keylane.worker.state_records import StateRecords
 from keylane.worker.version_records import VersionRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from keylane.engine.engine import Engine
     from keylane.kafka.cluster import Cluster
@@ -65,11 +66,24 @@ _STATE_CHARACTERS_PER_SECOND = 100_000.0
 """About how much progress of one partition may go to the state topic."""
 _OPEN_TRANSACTIONS_SECONDS = 3 * REQUEST_SECONDS
 """How long a restore waits for transactions that are open in the state topic."""
+_LOOK_SECONDS = 0.02
 OFFSET_REFRESH_SECONDS = 3600.0
 """After this time an offset is committed again, even if it has not changed.
 
 Tasks are not members of the group, so the broker deletes an offset ``offsets.retention.minutes`` after its last commit.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRange:
+    """What Kafka knows about a range: the group's offset, where to start without one, and where the log begins."""
+
+    partition: int
+    slots: Slots
+    group: Mapping[int, Committed]
+    starts: Mapping[int, int]
+    begins: dict[int, int]
+    ends: Mapping[int, int]
 
 
 @dataclass(slots=True)
@@ -105,7 +119,10 @@ class ProgressTracker(Contributor):
         self._by_epoch = app.commit == "epoch"
         self._epoch = ("", 0)
         self._committed: dict[int, PartitionProgress] = {}
-        self._slots: dict[int, Slots] = {}
+        self.slots: dict[int, Slots] = {}
+        """The slots that the worker owns, by partition. Always this object; ranges come and go while it runs."""
+        self.leaving: set[int] = set()
+        """Partitions that are being released: their last progress is written whatever its size."""
         self._committed_ranges: dict[int, RangeProgress] = {}  # of partitions that tasks share
         self._sharing: dict[int, SharedPartition] = {}
         self._group_offsets: dict[int, int] = {}  # committed, of partitions whose owners this task leads
@@ -118,22 +135,31 @@ class ProgressTracker(Contributor):
         self._ownership: Ownership
         self._engine: Engine
         self._commands: CommandExecutor
+        self._output: KafkaOutput
 
     def restore(
-        self, worker_session: WorkerSession, ownership: Ownership, state: StateTopic, plan: TaskPlan
+        self,
+        worker_session: WorkerSession,
+        ownership: Ownership,
+        state: StateTopic,
+        plan: TaskPlan,
+        *,
+        patient: bool = True,
     ) -> dict[int, int]:
         """Return the offset where each partition is read from: the group's progress, or the plan's start. Blocks.
 
+        Unless it is ``patient``, partitions whose owner may be alive are left out; they are taken when they are free.
         Raises FailureGuardError when the failure guard stopped this run, TakenOverError when another run has taken
         over, SourceChangedError when the source is not the topic that was planned for.
         """
         self._worker_session, self._state, self._ownership = worker_session, state, ownership
-        self._epoch, self._slots = (plan.run, plan.epoch), plan.slots
+        self._epoch = plan.run, plan.epoch
         if self._app.versions is not None:
             self.versions = VersionRecords(self._app, worker_session, state, plan)
         if state.guard_reason:
             raise FailureGuardError(state.guard_reason)
-        clean = ownership.claim(plan.slots)
+        clean = ownership.claim(plan.slots, patient=patient)
+        self.slots.update(ownership.owned)
         unchanged = clean and not plan.cuts and worker_session.has_progress_for(plan.epoch, plan.starts)
         if unchanged:
             self._committed = dict(worker_session.committed)
@@ -144,14 +170,14 @@ class ProgressTracker(Contributor):
                 self._sharing[p] = SharedPartition(slots, state.grouped[p], version=0)
         else:
             worker_session.duplicates = worker_session.versions = None
-            begins = self._read(worker_session, state, plan.starts)
+            begins = self._read(worker_session, state, {p: plan.starts[p] for p in self.slots})
         worker_session.epoch = -1
         if self.versions is not None:
             self.versions.restore(self.watermarks)
         state.versions = None  # from now on the task has the newest
-        if self._app.states:
+        if self._app.keeps_state:
             self.states = StateRecords(
-                self._app, worker_session.lane_values(), state, plan.slots, plan.partitions
+                self._app, worker_session.lane_values(), state, self.slots, plan.partitions
             )
             self.states.restore(unchanged=unchanged)
         self.restored = {p: mark.value for p, mark in self.watermarks.items()}
@@ -161,16 +187,34 @@ class ProgressTracker(Contributor):
         self, worker_session: WorkerSession, state: StateTopic, starts: Mapping[int, int]
     ) -> dict[int, int]:
         """Read the progress from Kafka. Reading starts below it where event ids have to be remembered."""
-        app = self._app
+        if not starts:
+            return {}
+        log_range = self._log_range(starts)
+        return self._restore_all(
+            self._group_progress(worker_session.cluster, state, starts), starts, *log_range
+        )
+
+    def _log_range(self, partitions: Collection[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the source's partitions begin and end. Blocks. Raises SourceChangedError."""
+        app, worker_session = self._app, self._worker_session
         source = worker_session.cluster.identity(app.source).source
         if source != worker_session.identity.source:
             raise SourceChangedError(
                 f"expected source topic {worker_session.identity.source}, found {source}: it was recreated. "
                 "The next epoch reads it from its start"
             )
-        found = self._group_progress(worker_session.cluster, state, starts)
-        begins = worker_session.cluster.ends(app.source, starts, earliest=True)
-        ends = worker_session.cluster.ends(app.source, starts)
+        begins = worker_session.cluster.ends(app.source, partitions, earliest=True)
+        return begins, worker_session.cluster.ends(app.source, partitions)
+
+    def _restore_all(
+        self,
+        found: Mapping[int, Committed],
+        starts: Mapping[int, int],
+        begins: dict[int, int],
+        ends: Mapping[int, int],
+    ) -> dict[int, int]:
+        """Restore what was found for these partitions; returns where each is read from."""
+        app, state = self._app, self._state
         uncommitted: dict[int, int] = {}  # start offsets of partitions without a committed one
         for partition, fallback in starts.items():
             where = f"{app.source}/{partition}"
@@ -197,7 +241,7 @@ class ProgressTracker(Contributor):
                 )
             range_progresses = state.range_progresses.get(partition, {}).values()
             sharing = self._sharing[partition] = SharedPartition.begin(
-                self._slots[partition],
+                self.slots[partition],
                 range_progresses,
                 state.grouped[partition],
                 ours=text is not None,
@@ -211,13 +255,13 @@ class ProgressTracker(Contributor):
                 )
                 for segment in segments
             )
-            if self._slots[partition] == ALL and len(segments) == 1:
+            if self.slots[partition] == ALL and len(segments) == 1:
                 mark: Watermark | RangeWatermark = Watermark(segments[0].progress)
                 if partition in found and not state.range_progresses.get(partition):
                     # Otherwise the next commit writes it in the new form.
                     self._committed[partition] = restored.progress
             else:
-                mark = RangeWatermark(self._slots[partition], segments, app.slot_of)
+                mark = RangeWatermark(self.slots[partition], segments, app.slot_of)
             self.watermarks[partition] = mark
             if app.idempotency is not None and partition in found:
                 begins[partition] = max(begins[partition], app.idempotency.since(mark.value))
@@ -242,21 +286,13 @@ class ProgressTracker(Contributor):
         An offset and a generation from before and after a move of the group do not belong together: messages that
         were done before the move would count as done after it.
         """
-        source = self._worker_session.identity.source
-
-        def query() -> dict[int, Committed]:
-            return cluster.progress(self._app.name, source, partitions, stable=True)
-
-        found = query()
-        shared = [p for p in partitions if self._slots[p] != ALL or state.range_progresses.get(p)]
+        found = self._query(partitions)
+        shared = [p for p in partitions if self.slots[p] != ALL or state.range_progresses.get(p)]
         while shared:
             ends = cluster.ends(state.topic, shared)
             if not state.read_through({p: end - 1 for p, end in ends.items()}, _OPEN_TRANSACTIONS_SECONDS):
-                raise BrokerError(
-                    f"expected to read topic {state.topic!r} to its end within {_OPEN_TRANSACTIONS_SECONDS:g} s, but "
-                    "an open transaction hides records. The task starts again"
-                )
-            latest = query()
+                raise _hidden(state.topic)
+            latest = self._query(partitions)
             if all(_moved_to(found.get(p)) == _moved_to(latest.get(p)) for p in shared):
                 return latest
             found = latest
@@ -286,33 +322,90 @@ class ProgressTracker(Contributor):
                 return PartitionProgress(watermark=begin, position=begin)
         return progress
 
-    def restore_lanes(self, engine: Engine, output: KafkaOutput) -> None:
-        """Restore attempts, stopped lanes and pending redrives from the state topic."""
+    def _query(self, partitions: Iterable[int]) -> dict[int, Committed]:
+        """The group's offsets. Blocks."""
+        source = self._worker_session.identity.source
+        return self._worker_session.cluster.progress(self._app.name, source, partitions, stable=True)
+
+    # Ranges that are taken and released while others stay.
+
+    async def look_up(self, partition: int, slots: Slots, fallback: int) -> RestoredRange:
+        """What Kafka knows about a range that this worker has just come to own. On the loop, which is not blocked.
+
+        Raises SourceChangedError and BrokerError.
+        """
+        found = await asyncio.to_thread(self._query, [partition])
+        while slots != ALL or self._state.range_progresses.get(partition):
+            await self._read_to_end(partition)
+            latest = await asyncio.to_thread(self._query, [partition])
+            if _moved_to(found.get(partition)) == _moved_to(latest.get(partition)):
+                found = latest
+                break
+            found = latest
+        begins, ends = await asyncio.to_thread(self._log_range, [partition])
+        return RestoredRange(partition, slots, found, {partition: fallback}, begins, ends)
+
+    async def _read_to_end(self, partition: int) -> None:
+        state = self._state
+        ends = await asyncio.to_thread(self._worker_session.cluster.ends, state.topic, [partition])
+        deadline = time.monotonic() + _OPEN_TRANSACTIONS_SECONDS
+        while not state.has_read(ends):
+            if time.monotonic() > deadline:
+                raise _hidden(state.topic)
+            await asyncio.sleep(_LOOK_SECONDS)
+            state.poll()
+
+    def begin(self, found: RestoredRange) -> int:
+        """Track the progress of this range from now on. Returns the offset where its partition is read from."""
+        partition = found.partition
+        self.slots[partition] = found.slots
+        begin = self._restore_all(found.group, found.starts, found.begins, found.ends)[partition]
+        self.restored[partition] = self.watermarks[partition].value
+        return begin
+
+    def release(self, ranges: Mapping[int, Slots], /) -> None:
+        """The last progress of these ranges is committed with their release."""
+        known: tuple[dict[int, Any], ...] = (
+            *(self.slots, self.watermarks, self.restored, self._committed, self._committed_ranges),
+            *(self._sharing, self._group_offsets, self._committed_at, self._attempts, self._not_before),
+        )
+        for partition in ranges:
+            self.leaving.discard(partition)
+            self.withheld.discard(partition)
+            for one in known:
+                one.pop(partition, None)
+        self._engine.forget(ranges)
+
+    def take(self, ranges: Mapping[int, Slots], /) -> None:
+        """Restore attempts, stopped lanes and pending redrives of these ranges from the state topic."""
         state, kept = self._state, dict[tuple[int, int], RetryState]()
-        for partition, records in state.attempts.items():
+        for partition, slots in ranges.items():
+            records = state.attempts.get(partition, {})
             for found in records.values():
                 for offset, one in found.items():  # an older record may have fewer attempts
-                    if one.slot not in self._slots[partition] or self._is_done(partition, one.slot, offset):
+                    if one.slot not in slots or self._is_done(partition, one.slot, offset):
                         continue
                     other = kept.get((partition, offset))
                     if other is None or one.attempts > other.attempts:
                         kept[partition, offset] = one
-            self._attempts[partition] = records.get(part_of(ATTEMPTS, self._slots[partition]), {})
+            self._attempts[partition] = records.get(part_of(ATTEMPTS, slots), {})
         lanes = []
         for (partition, name), record in state.lanes.items():
-            if self._app.slot_of(record.key, record.offset) not in self._slots[partition]:
-                continue
             slot = self._app.slot_of(record.key, record.offset)
+            if partition not in ranges or slot not in ranges[partition]:
+                continue
             if record.stop is LaneStatus.PARKED or not self._is_done(partition, slot, record.offset):
                 lanes.append(record)
             else:  # its message is done, or the group was moved past it
-                output.note(partition, name, None, lambda _problem: None)
+                self._output.note(partition, name, None, lambda _problem: None)
         redrives = [
-            engine.lane_key(command.key, command.partition)
+            self._engine.lane_key(command.key, command.partition)
             for command in state.commands.values()
-            if command.do == "redrive" and self._app.slot_of(command.key, 0) in self._slots[command.partition]
+            if command.do == "redrive"
+            and command.partition in ranges
+            and self._app.slot_of(command.key, 0) in ranges[command.partition]
         ]
-        engine.restore(kept, lanes, [lane for lane in redrives if lane is not None])
+        self._engine.restore(kept, lanes, [lane for lane in redrives if lane is not None])
 
     def _is_done(self, partition: int, slot: int, offset: int) -> bool:
         mark = self.watermarks[partition]
@@ -320,10 +413,10 @@ class ProgressTracker(Contributor):
             return mark.is_done(slot, offset)
         return not mark.wanted(offset)
 
-    def connect(self, engine: Engine, commands: CommandExecutor) -> list[Contributor]:
+    def connect(self, engine: Engine, commands: CommandExecutor, output: KafkaOutput) -> list[Contributor]:
         """Set what is to be committed. Return the contributors that belong to the progress, in their order."""
-        self._engine, self._commands = engine, commands
-        contributors: list[Contributor] = [self, AttemptRecords(self._slots, self._attempts, engine.kept)]
+        self._engine, self._commands, self._output = engine, commands, output
+        contributors: list[Contributor] = [self, AttemptRecords(self.slots, self._attempts, engine.kept)]
         if self.states is not None and engine.states is not None:
             self.states.connect(engine.states)
             contributors.append(self.states)
@@ -398,7 +491,7 @@ class ProgressTracker(Contributor):
                 continue
             text = encode(progress, batch.room) or NOTHING
             if len(stamp(text, self._worker_session.identity.source)) > METADATA_BYTES_MAX:
-                if not self._may_write_large(partition, len(text), last=batch.last):
+                if not self._may_write_large(partition, len(text), last=self._is_last(batch, partition)):
                     continue
                 batch.note(partition, PROGRESS, f"{progress.watermark} {text}".encode())
                 text = ELSEWHERE
@@ -414,6 +507,10 @@ class ProgressTracker(Contributor):
     def _needs_refresh(self, partition: int) -> bool:
         """Whether to commit an unchanged offset again, so that the broker does not delete it."""
         return time.monotonic() - self._committed_at.get(partition, -inf) > OFFSET_REFRESH_SECONDS
+
+    def _is_last(self, batch: CommitBatch, partition: int) -> bool:
+        """Whether this is the worker's last chance to write the progress of this partition."""
+        return batch.last or partition in self.leaving
 
     def _may_write_large(self, partition: int, size: int, *, last: bool) -> bool:
         """Whether a record of this size may be written now. If so, the next one has to wait."""
@@ -435,7 +532,7 @@ class ProgressTracker(Contributor):
             return
         text = progress.encode(batch.room)
         if len(text) > METADATA_BYTES_MAX and not self._may_write_large(
-            partition, len(text), last=batch.last
+            partition, len(text), last=self._is_last(batch, partition)
         ):
             return
         batch.note(partition, RANGE + str(progress.slots).encode(), text)
@@ -475,12 +572,12 @@ class ProgressTracker(Contributor):
     ) -> None:
         for progress in range_progresses:
             batch.note(partition, RANGE + str(progress.slots).encode(), None)
-            if progress.slots != self._slots[partition]:
+            if progress.slots != self.slots[partition]:
                 batch.note(partition, part_of(ATTEMPTS, progress.slots), None)
 
     def _delete_superseded_records(self, batch: CommitBatch) -> None:
         """Delete the records of ranges that had these slots before. What still counts is written first."""
-        for partition, slots in self._slots.items():
+        for partition, slots in self.slots.items():
             names = self._state.parts.get(partition, set())
             for record in (LOAD, REST):
                 for name in stale_parts(names, record, slots):
@@ -494,7 +591,7 @@ class ProgressTracker(Contributor):
     def _delete_old_audit_records(self, batch: CommitBatch) -> None:
         """Delete audit records of commands that were answered long ago, when there are very many."""
         pending = {command.id for command in self._state.commands.values()}
-        for partition in self._slots:
+        for partition in self.slots:
             audits = [(name, value) for name, (p, value) in self._state.audits.items() if p == partition]
             for name in outdated(audits, pending, time.time()):
                 batch.note(partition, name, None)
@@ -504,6 +601,13 @@ class ProgressTracker(Contributor):
         shared = self._committed_ranges.get(partition)
         found = self._committed.get(partition) if shared is None else in_common(shared.segments)
         return found is not None and found.is_done(offset)
+
+
+def _hidden(topic: str) -> BrokerError:
+    return BrokerError(
+        f"expected to read topic {topic!r} to its end within {_OPEN_TRANSACTIONS_SECONDS:g} s, but "
+        "an open transaction hides records. The task starts again"
+    )
 
 
 def _moved_to(committed: Committed | None) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from keylane.kafka.client import Consumer, Producer
     from keylane.offsets.watermark import PartitionProgress
     from keylane.spec import AppSpec
+    from keylane.worker.task_plan import TaskPlan
 
 
 Use = Literal["results", "alone", "letters", "letter"]
@@ -62,6 +64,7 @@ class WorkerSession:
         self.identity = identity
         self.labels = Labels(identity)
         self._source_partitions = partitions
+        self._known_partitions = partitions  # by the source consumer, since it was created
         self.alone = alone
         self._clients: dict[Use, Producer] = {}
         self._replaced: list[Producer] = []  # with results that are not acknowledged yet
@@ -73,7 +76,7 @@ class WorkerSession:
         """The partitions that the consumer is assigned, and its next offset in each."""
         self.cluster = Cluster(settings)
         in_transactions = [app.state, *([app.ledger_topic] if app.ledger is not None else [])]
-        in_transactions += [app.lane_state] if app.states else []
+        in_transactions += [app.lane_state] if app.keeps_state else []
         written = [*app.sinks, app.dlq]
         self._rules = self.cluster.rules([*written, *in_transactions])
         if app.delivery == "exactly_once":
@@ -105,6 +108,7 @@ class WorkerSession:
         self.values: LaneValues | None = None
         """The lane state of the worker's ranges, for an app with states."""
         self._app = app
+        self._learning = threading.Lock()
         self._sender: TelemetrySender | None = None
         self._state: StateTopic | None = None
         self.partitions: list[int] = []
@@ -214,6 +218,47 @@ class WorkerSession:
         self._state.restore()
         return self._state
 
+    def view(self, partition: int, plan: TaskPlan) -> StateTopic:
+        """The state of one more partition, read to its end with a consumer of its own. Blocks. Raises BrokerError.
+
+        From any thread. The producers know the partition afterwards, also if it was added to the source.
+        """
+        with self._learning:
+            if plan.partitions > self._source_partitions:
+                self._learn_partitions()
+                self._source_partitions = plan.partitions
+        found = StateTopic(
+            self.settings,
+            self._app.name,
+            self._app.state,
+            [partition],
+            plan.run,
+            since=plan.since,
+            labels=self.labels,
+        )
+        try:
+            found.restore()
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def _learn_partitions(self) -> None:
+        """Refresh what the producers know of the topics. On their own they do it every few minutes."""
+        self.writer.learn_partitions()
+        for client in list(self._clients.values()):
+            load_metadata(client, self._app.dlq)
+
+    def is_new(self, partition: int) -> bool:
+        """Whether the source consumer has to learn of this partition before it can fetch it."""
+        return partition >= self._known_partitions
+
+    def forget_state(self) -> None:
+        """The ranges of the last epoch have changed: the next one reads everything again."""
+        self.partitions, self.epoch = [], -1
+        self.committed, self.committed_at = {}, {}
+        self.duplicates = None
+
     def lane_values(self) -> LaneValues:
         """The lane state; created when it is first used. Blocks. Raises BrokerError."""
         if self.values is None:
@@ -225,8 +270,11 @@ class WorkerSession:
         return epoch == self.epoch + 1 and starts == {p: done.watermark for p, done in self.committed.items()}
 
     def keep_for_next_task(self) -> None:
-        """Leave the session to the next task in this process; close it if it is slow (``alone``)."""
-        if self.alone:
+        """Leave the session to the next task in this process.
+
+        Close it if it is slow (``alone``), writes no more, or has clients from before partitions were added.
+        """
+        if self.alone or self.writer.failed or self._source_partitions != self._known_partitions:
             self.close()
             return
         _sessions[_session_key(self.settings, self._app, self._source_partitions, self.identity)] = self

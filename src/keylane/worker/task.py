@@ -63,13 +63,20 @@ class Task:
     def outcomes(self) -> Iterator[list[Delivery]]:
         """Run the epoch and yield what is done, in batches. Raises what ended it if that was not the plan."""
         running = self._local.idle(self._app, self._plan)
-        for worker in running:
-            rows = worker.attach(self._plan_of(worker), self._attempt)
-            if rows is not None:
-                yield from self._read(worker, rows)
-                return
         home = None
         for worker in running:
+            known = self._home(worker)
+            rows = worker.attach(self._plan_of(worker), self._attempt, moves=known is not None)
+            if rows is None:
+                continue
+            try:
+                yield from self._read(worker, rows)
+            except ItemTakenError:  # its transaction was aborted, and meanwhile others had some of its ranges
+                break
+            if not worker.gave_way:
+                return
+            home = known
+        for worker in self._local.idle(self._app, self._plan):
             home = self._home(worker)
             yield from self._read(worker, worker.retire())
         for plan in self._choices(home):
@@ -103,7 +110,7 @@ class Task:
             return
         if home is not None:
             yield shared.part(home, plan)
-        elif not shared.homes:  # nothing runs yet
+        elif not shared.homes or len(shared.assignment.tasks) == 1:  # nothing runs yet, or there is no choice
             yield plan
         began = time.monotonic()
         while (waited := time.monotonic() - began) < plan.seconds:

@@ -9,7 +9,7 @@ from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.offsets.identity import AppIdentity
@@ -56,14 +56,30 @@ class TaskPlan:
     """The number of the Spark task; ``task`` is that of the part of the plan, which another task may take."""
 
     def continues(self, other: TaskPlan) -> bool:
-        """Whether the lanes of the other plan can keep running under this one."""
+        """Whether the lanes of the other plan can keep running under this one, where they are in both."""
         return bool(self.keep_alive) and self._lanes() == other._lanes()
 
     def _lanes(self) -> tuple[object, ...]:
         return (
-            *(self.run, self.settings, self.identity, self.slots, self.until, self.keep_alive),
-            *(self.sink_limit, self.sink_stamps, self.outcomes, self.partitions, self.former),
+            *(self.run, self.settings, self.identity, self.until, self.keep_alive),
+            *(self.sink_limit, self.sink_stamps, self.outcomes),
         )
+
+    def has_parts_of(self, other: TaskPlan) -> bool:
+        """Whether it reads the same ranges of a source with the same partitions."""
+        return (self.slots, self.partitions, self.former) == (other.slots, other.partitions, other.former)
+
+    @property
+    def share(self) -> float:
+        """The part of the app's rates that this task has: its part of all slots. Those of all tasks add up to 1.
+
+        A slot has one owner at any time, so the rates of owners that come and go never add up to more.
+        """
+        return self.share_of(self.slots.values())
+
+    def share_of(self, slots: Iterable[Slots]) -> float:
+        """The same for these slots, one entry for each partition."""
+        return sum(map(len, slots)) / (len(ALL) * self.partitions)
 
     @property
     def slots(self) -> dict[int, Slots]:

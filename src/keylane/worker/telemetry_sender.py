@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from keylane.engine.latency_sampler import LatencySampler
@@ -45,6 +46,8 @@ _LANES_AT_ONCE = 250
 """Lanes that are packed before the loop gets its turn."""
 _WALL_INTERVAL_SECONDS = 1.0
 _KEY_BYTES_MAX = 200
+_HOLDS_MAX = 100
+"""Rates and pauses that a record names, at most."""
 """Bytes of a hot key that a record contains."""
 
 
@@ -244,8 +247,11 @@ class TelemetryWriter:
             held=figures.held,
             early=figures.early,
             capacity=self._fetcher.room,
-            partitions={p: self._partition(p, now) for p in self._progress.watermarks},
+            partitions={
+                p: self._partition(p, now) for p in self._progress.watermarks if p in self._fetcher.flows
+            },
             breakers={s.name: s.gate.circuit.state.value for s in self._steps if s.gate is not None},
+            holds=dict(islice(engine.holds().items(), _HOLDS_MAX)),
             latency=self._meter.latency,
             processing=self._meter.processing,
             hot=self._hot,

@@ -20,7 +20,7 @@ from keylane.errors import KeylaneError
 from keylane.offsets.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import IO
 
@@ -33,7 +33,8 @@ _READER_CACHE_KIB, _WRITER_CACHE_KIB = 2_048, 8_192
 _CHECKPOINT_PAGES = 4_000
 _GET = "SELECT v, due, o FROM pairs WHERE k = ? AND tag = ?"
 _LANE = "SELECT tag, v, due, o FROM pairs WHERE k = ?"
-_DUE = "SELECT k, tag, v, due, o FROM pairs WHERE due > 0 AND due <= ? AND tag >= ? AND tag < ? ORDER BY due LIMIT ?"
+_DUE = "SELECT k, tag, slot, v, due, o FROM pairs WHERE due > ? AND due <= ? AND tag >= ? AND tag < ? ORDER BY due"
+_NEXT = "SELECT due FROM pairs WHERE due > ? AND tag >= ? AND tag < ? ORDER BY due LIMIT 1"
 
 Row = tuple[bytes, str, int, StoredValue]
 """Lane, tag, slot and value."""
@@ -116,13 +117,23 @@ class ValueFile:
             raise self._failed(error) from error
         return {tag: StoredValue(*rest) for tag, *rest in rows}
 
-    def due(self, until: int, prefix: str, limit: int) -> list[tuple[bytes, str, StoredValue]]:
-        """Values of this kind that are due by then, in the order of their times."""
+    def due(self, until: int, prefix: str, *, after: int = 0) -> Iterator[Row]:
+        """Values of this kind with a time above ``after`` and up to ``until``, in the order of their times."""
         try:
-            rows = self._reader.execute(_DUE, (until, prefix, prefix + "\U0010ffff", limit)).fetchall()
+            for lane, tag, slot, *rest in self._reader.execute(
+                _DUE, (max(0, after), until, prefix, prefix + "\U0010ffff")
+            ):
+                yield lane, tag, slot, StoredValue(*rest)
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        return [(lane, tag, StoredValue(*rest)) for lane, tag, *rest in rows]
+
+    def next_due(self, prefix: str, *, after: int = 0) -> int | None:
+        """The earliest time above ``after`` of a value of this kind."""
+        try:
+            row = self._reader.execute(_NEXT, (max(0, after), prefix, prefix + "\U0010ffff")).fetchone()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        return None if row is None else int(row[0])
 
     def write(self, rows: Iterable[Row], offset: int) -> None:
         """Write these values, and remember that the file is complete up to this offset."""

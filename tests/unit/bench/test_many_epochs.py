@@ -55,11 +55,12 @@ def test_process_that_was_not_seen_is_an_error() -> None:
 
 
 def gc(at: float, left: int) -> str:
-    return f"[{at:.3f}s] GC(7) Pause Young (Normal) (G1 Evacuation Pause) {left + 60}M->{left}M(154M) 5.1ms\n"
+    return f"[{at:.3f}s] GC(7) Pause Full (Diagnostic Command) {left + 60}M->{left}M(154M) 5.1ms\n"
 
 
 def test_heap_is_read_from_the_log_of_collections() -> None:
-    assert collected("[0.1s] Using G1\n" + gc(1.5, 41)) == [(1.5, 41.0)]
+    young = "[0.9s] GC(6) Pause Young (Normal) (G1 Evacuation Pause) 90M->80M(154M) 5.1ms\n"
+    assert collected("[0.1s] Using G1\n" + young + gc(1.5, 41)) == [(1.5, 41.0)]
 
 
 def test_heap_that_is_only_garbage_does_not_grow() -> None:

@@ -180,6 +180,9 @@ def test_a_repeat_that_should_long_have_been_committed_is_found() -> None:
     assert judge(replace(evidence, outages=[(0, 5_100 * MS)])).ok
     # It was stopped, and went on after five seconds: it could not have committed.
     assert judge(replace(evidence, zombies={"one": 205 * MS})).ok
+    # A process runs on for a moment after the signal.
+    assert judge(replace(evidence, zombies={"one": 198 * MS})).ok
+    assert rules(judge(replace(evidence, zombies={"one": 50 * MS}))) == {"repeat too old"}
 
 
 def test_dead_letters_that_are_missing_or_too_many_are_found() -> None:

@@ -466,6 +466,8 @@ def test_audit_shows_operators_commands_and_results(log: StateLog) -> None:
         "offset": 100,
         "letters": None,
         "cancels": None,
+        "scope": None,
+        "stage": None,
         "who": log.given[1].who,
         "at": log.given[1].at,
         "reason": None,

@@ -212,7 +212,7 @@ class Fenced:
 
 def fenced(monkeypatch: pytest.MonkeyPatch, *, after: float, exact: bool) -> TransactionalClient:
     """Transactions of which one was opened this many seconds ago."""
-    monkeypatch.setattr(transactional_client, "transactional_producer", lambda *_: Fenced())
+    monkeypatch.setattr(transactional_client, "transactional_producer", lambda *_, **__: Fenced())
     client = TransactionalClient(None, "app.1", None, exact=exact)  # type: ignore[arg-type]
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now)
@@ -243,3 +243,46 @@ def test_a_transaction_that_was_fenced_in_time_is_fenced(
     client = fenced(monkeypatch, after=59.0, exact=exact)
     with pytest.raises(FencedError, match="another task has taken over"):
         client.put(("out", b"v", b"k", -1, None, None, 0, []))
+
+
+class Uncertain(Aborting):
+    """Its commits succeed, but a request got no answer at its first try."""
+
+    def commit(self, _offsets: list[Any]) -> dict[int, int]:
+        committed = super().commit(_offsets)
+        self.failure = AbortedError("a request got no answer")  # type: ignore[assignment]
+        return committed
+
+
+def test_records_wait_for_a_new_client_after_an_uncertain_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was committed is not sent again, and the next transaction is one of the new producer epoch."""
+    clients: list[Uncertain] = []
+
+    def connect(*_: Any, **__: Any) -> Uncertain:
+        clients.append(Uncertain())
+        clients[-1].aborts = 0
+        return clients[-1]
+
+    monkeypatch.setattr(transactional_writer, "TransactionalClient", connect)
+    monkeypatch.setattr(Uncertain, "discard", lambda _self: None, raising=False)
+    writer = TransactionalWriter(None, "app", "app.state", None, labels=Labels(None))  # type: ignore[arg-type]
+    told: list[str | None] = []
+
+    async def main() -> None:
+        writer.attach()
+        writer.check()
+        writer.put_state(0, b"lane/k", b"blocked", told.append)
+        await writer.commit()
+        assert told == [None]
+        writer.put_state(0, b"lane/k", b"free", told.append)
+        assert clients[0].records == []
+        assert writer.has_records
+        with pytest.raises(AbortedError, match="no answer"):
+            writer.check()
+        await asyncio.to_thread(writer.reconnect)
+        writer.resume()
+        await writer.commit()
+
+    asyncio.run(main())
+    assert [client.committed for client in clients] == [[b"blocked"], [b"free"]]
+    assert told == [None] * 2

@@ -25,6 +25,7 @@ class Item:
         self.next: Entry | None = None
         self.lane: Lane[Entry] | None = None
         self.settled = False
+        self.key: object = group
         self.partition = 0
         self.offset = number
         self.failure_state = "redriven" if number < 0 else None

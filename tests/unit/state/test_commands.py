@@ -55,7 +55,7 @@ def command(**more: Any) -> Command:
 
 @given(
     key=st.none() | st.binary(max_size=30),
-    do=st.sampled_from(["release", "skip", "redrive", "cancel"]),
+    do=st.sampled_from(["release", "skip", "redrive", "pause", "resume", "cancel"]),
     offset=st.integers(0, 1 << 60),
     letters=st.none() | st.lists(st.integers(0, 1 << 60), max_size=5).map(tuple),
 )

@@ -59,12 +59,14 @@ def test_value_at_a_bound_belongs_to_the_bucket_below() -> None:
 def test_record_survives_encoding() -> None:
     one = snapshot(
         breakers={"pay": "open"},
+        holds={"rate of stage pay": 12},
         latency=histogram(0.01, 0.5),
         hot=(HotFigures(key="k", partition=0, share=0.5, waiting=9),),
     )
     back = decode(one.encode())
     assert back.encode() == one.encode()
     assert back.partitions == one.partitions
+    assert back.holds == {"rate of stage pay": 12}
     assert back.latency.counts == one.latency.counts
     assert (back.outcomes, back.partitions[0].lag, back.hot) == (one.outcomes, 15, one.hot)
 

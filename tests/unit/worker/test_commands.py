@@ -80,7 +80,7 @@ def test_an_answer_removes_no_newer_command_of_its_lane() -> None:
     """The newer one is in the topic, and the task has not read it yet."""
     first, newer = (new_command("reset", partition=0, key=b"k") for _ in range(2))
     output = Output(first, newer)
-    executor(output).take([first])
+    executor(output).carry_out([first])
     assert output.commands() == {newer.name}
 
 
@@ -174,7 +174,7 @@ def redrive(
             engine = real.Engine(app.spec, steps, sink, on_done=on_done)
             made = executor(sink, engine, {0: before or OffsetRuns()})
             engine.restore({}, lanes)
-            made.take([command])
+            made.carry_out([command])
             job = asyncio.create_task(made.run())
             while not made.idle:  # noqa: ASYNC110 - as a task that drains waits for it
                 await asyncio.sleep(0.01)
@@ -264,9 +264,9 @@ def test_a_redrive_ends_while_another_waits_for_reading(
             engine = real.Engine(app.spec, steps, sink, on_done=on_done, read_to=lambda _partition: read_to)
             made = executor(sink, engine, {0: OffsetRuns()})
             job = asyncio.create_task(made.run())
-            made.take([new_command("redrive", partition=0, key=b"k")])
+            made.carry_out([new_command("redrive", partition=0, key=b"k")])
             await asyncio.sleep(later)
-            made.take([new_command("redrive", partition=0, key=b"x")])
+            made.carry_out([new_command("redrive", partition=0, key=b"x")])
             await asyncio.sleep(5)
             assert list(engine.stopped_lanes.redriving) == [b"k"]
             read_to = 6

@@ -230,7 +230,7 @@ def test_a_time_beyond_the_sinks_rules_is_poison() -> None:
 def test_batches_follow_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        KafkaSettings, "_make", lambda _self, _kind, base, more: made.append({**base, **more})
+        KafkaSettings, "_make", lambda _self, _kind, base, more, *_: made.append({**base, **more})
     )
     assert smallest_limit(TopicRules(limit=5), NO_RULES, TopicRules(limit=3)) == 3
     KafkaSettings("b:1").producer()

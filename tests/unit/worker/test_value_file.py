@@ -147,8 +147,13 @@ def test_due_values_come_in_the_order_of_their_times(tmp_path: Path) -> None:
         ],
         1,
     )
-    assert [(lane, tag) for lane, tag, _ in file.due(25, "s/", 10)] == [(b"k10", "s/n"), (b"k20", "s/n")]
-    assert [lane for lane, *_ in file.due(99, "t/", 2)] == [b"k10", b"k20"]
+    assert [(lane, tag) for lane, tag, *_ in file.due(25, "s/")] == [(b"k10", "s/n"), (b"k20", "s/n")]
+    assert [lane for lane, *_ in file.due(99, "t/", after=10)] == [b"k20", b"k30"]
+    assert (file.next_due("t/"), file.next_due("t/", after=10), file.next_due("t/", after=30)) == (
+        10,
+        20,
+        None,
+    )
     file.close()
 
 
