@@ -113,7 +113,7 @@ def test_command_line_shows_states_and_timers(log: Log, name: str, tmp_path: Pat
     Runner(log, name, tmp_path, app).run()
 
     def told(*command: str) -> str:
-        result = CliRunner().invoke(cli, ["state", *command, "-b", log.bootstrap])
+        result = CliRunner().invoke(cli, ["state", *command, "--bootstrap", log.bootstrap])
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -123,7 +123,7 @@ def test_command_line_shows_states_and_timers(log: Log, name: str, tmp_path: Pat
     assert sorted(told("list", name, "--state", "last").splitlines()) == ["anna  last  7", "ben  last  8"]
     assert len(told("list", name, "--timers", "--limit", "1").splitlines()) == 2
     assert "remembers nothing for key carl" in str(
-        CliRunner().invoke(cli, ["state", "get", name, "carl", "-b", log.bootstrap]).exception
+        CliRunner().invoke(cli, ["state", "get", name, "carl", "--bootstrap", log.bootstrap]).exception
     )
 
 

@@ -192,6 +192,11 @@ def _check_stream(app: AppSpec, named: Columns, plan: FramePlan) -> None:
             "because only the order of the source holds across micro-batches. For another order read a table "
             "(spark.read)"
         )
+    if app.keeps_state:
+        raise SettingsError(
+            "ordered() over a stream does not support State and Timers: nothing is kept from one micro-batch to the "
+            "next. Use app.start(spark), or a DataFrame that is not a stream"
+        )
     if app.on_failure.stops:
         raise SettingsError(
             f"ordered() over a stream does not support on_failure={app.on_failure!r}: a lane cannot stay stopped "

@@ -238,7 +238,7 @@ class Engine:
         self.timers: TimerQueue | None = None
         if app.keeps_state:
             self.states = self._acks.states = LaneStates(
-                app, values or MemoryValues(), wall=wall, record_limit=record_limit
+                app, values or MemoryValues(), wall=wall, record_limit=record_limit, loop=loop
             )
         if app.timers and self.states is not None:
             self.timers = self._acks.timers = failures.timers = self.states.timers = TimerQueue(

@@ -143,7 +143,10 @@ class MessageState:
 
 
 class LaneStates:
-    """The lane state of one engine; used on its loop only. ``record_limit`` is the largest record of the topic."""
+    """The lane state of one engine; used on its ``loop`` only, except by stages in threads that list timers.
+
+    ``record_limit`` is the largest record of the topic.
+    """
 
     def __init__(
         self,
@@ -152,6 +155,7 @@ class LaneStates:
         *,
         wall: Callable[[], float],
         record_limit: int = 0,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._store = store
         self._wall = wall
@@ -159,7 +163,7 @@ class LaneStates:
         self._one_partition = app.order.max_tasks == 1  # a lane spans partitions: its values are in the first
         self._codecs = {name: spec.codec() for name, spec in app.states.items()}
         self._timer_names = frozenset(app.timers)
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self.timers: TimerQueue | None = None  # written by the engine, once
         self._passed: dict[Name, StoredValue] = {}  # of messages that have passed, until it is written
         self._done: dict[Name, StoredValue] = {}  # of messages that are done, until it is written
@@ -195,7 +199,7 @@ class LaneStates:
             on_loop = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             on_loop = False
-        if not on_loop:
+        if not on_loop and self._loop is not None:
             return asyncio.run_coroutine_threadsafe(self._timers_on_loop(state), self._loop).result()
         values = dict(self._store.lane(state.partition, state.lane))
         values |= {

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import schedules
+from keylane import State
+from keylane.engine.lane_state import LaneStates, StoredValue
 from keylane.engine.stopped_lanes import StoppedLanes
 from keylane.lanes.redrive import LaneRedrive
 from keylane.offsets.range_progress import RangeWatermark
@@ -183,6 +185,41 @@ def letter_of_a_deleted_source_hides_a_message(patch: pytest.MonkeyPatch) -> Non
         accept(self, part, [record for record in records if record not in hidden])
 
     patch.setattr(TaskLife, "_accept", by_offset)
+
+
+@breakage
+def state_is_committed_before_its_message_is_done(patch: pytest.MonkeyPatch) -> None:
+    passed = LaneStates.passed
+
+    def early(self: LaneStates, delivery: Any) -> None:
+        passed(self, delivery)
+        if delivery.state is not None:
+            for tag, value in delivery.state.changes.items():
+                self._done[delivery.state.partition, delivery.state.lane, tag] = value
+
+    patch.setattr(LaneStates, "passed", early)
+
+
+@breakage
+def change_of_a_failed_attempt_is_kept(patch: pytest.MonkeyPatch) -> None:
+    def kept(state: Any) -> None:
+        if state.attempt is not None:
+            for argument in state.attempt.arguments.values():
+                content = argument.close() if isinstance(argument, State) else False
+                if isinstance(content, bytes):
+                    state.changes[f"s/{argument.name}"] = StoredValue(content, 0, 0)
+            state.attempt = None
+
+    patch.setattr("keylane.engine.lane_state._discard", kept)
+
+
+@breakage
+def timer_is_not_removed_when_it_has_fired(patch: pytest.MonkeyPatch) -> None:
+    def stays(self: LaneStates, delivery: Any) -> None:
+        value = delivery.stored
+        self._passed[delivery.name] = self._done[delivery.name] = StoredValue(value.content, value.due + 1, 0)
+
+    patch.setattr(LaneStates, "_remove", stays)
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

@@ -243,3 +243,22 @@ def test_values_of_moved_keys_are_found(worker: Callable[..., LaneValues]) -> No
     worker(topic).gather({3: ALL}, 4, moved.__setitem__)
     assert {lane for _, lane, _ in moved} == {key.encode() for key in here[2:]}
     assert {name[0] for name in moved} == {3}
+
+
+def test_due_values_are_those_of_owned_slots_wherever_they_are(worker: Callable[..., LaneValues]) -> None:
+    topic = Topic()
+    values = worker(topic)
+    values.take(0, ALL)
+    values.put({(0, b"k%d" % n, "t/a"): StoredValue(b"1", 10 + n, 0) for n in range(20)})
+    values._flush(0)
+    values.put({(0, b"k3", "t/a"): StoredValue(None, 0, 0), (0, b"k5", "t/a"): StoredValue(b"2", 500, 0)})
+    values.put({(0, b"new", "t/a"): StoredValue(b"1", 12, 0), (0, b"s", "s/a"): StoredValue(b"1", 1, 0)})
+    found = [(name[1], value.due) for name, value in values.due(15, "t/", 100, after=10)]
+    assert sorted(found) == [(b"k1", 11), (b"k2", 12), (b"k4", 14), (b"new", 12)]
+    assert [due for _, due in found] == sorted(due for _, due in found)
+    assert len(values.due(15, "t/", 2, after=10)) == 2
+    assert values.next_due("t/", after=28) == 29
+    assert values.next_due("t/", after=29) == 500
+    values.release(0, LOW)
+    assert all(slot_of(name[1], 0) in HIGH for name, _ in values.due(1000, "t/", 100))
+    values.close()
