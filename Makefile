@@ -15,8 +15,8 @@ ALONE := test_campaign.py test_cli_run.py test_console.py test_epochs.py test_sk
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-demo: run-env ## run a demo on this machine: broker, load, app, and a check of the results
-	@$(BIN)/keylane demo
+demo: run-env ## run a demo on this machine: broker, load, app, and a check of the results (ARGS=--secure)
+	@$(BIN)/keylane demo $(ARGS)
 
 test: lint ## lint, type checks, unit tests, integration tests 
 	$(BIN)/python -m pytest tests/unit -n auto

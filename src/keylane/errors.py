@@ -22,6 +22,10 @@ class BrokerError(KeylaneError):
     """The broker, a topic or the client refused; says which and why."""
 
 
+class AccessDeniedError(BrokerError):
+    """The broker denied a right, a login or a certificate; names it. Another try gives the same answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undelivered:
     """A message that a publisher could not deliver, as it was to be sent."""

@@ -15,8 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keylane.denial import remedy
 from keylane.errors import DeliveryError, SettingsError, Undelivered
 from keylane.event import BY_FUNCTION, Form, encode_value
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +116,7 @@ class Publisher:
         self.topic = topic
         settings = settings_from_options(bootstrap, options, known=_KNOWN, what=f"Publisher({topic!r})")
         cluster = Cluster(settings)
-        cluster.partitions(topic)
+        cluster.partitions(topic, operation=Operation.WRITE)
         batch_limit = cluster.rules([topic])[topic].limit
         # Unless it may not describe the topic: then the broker decides.
         limit = batch_limit - RECORD_OVERHEAD_BYTES if batch_limit else 1 << 31
@@ -303,7 +305,7 @@ class Publisher:
                 key=message.key(),
                 value=message.value(),
                 headers=tuple(message.headers() or ()),
-                why=error.str(),
+                why=error.str() + remedy(error, on_topic(self.topic, Operation.WRITE)),
             )
             report = self._error([lost])
         with self._lock:

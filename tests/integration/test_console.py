@@ -510,11 +510,11 @@ def test_hostile_content_neither_runs_nor_hangs(evil: str, log: Log, browser: Br
     ):
         page = visitor.page
         page.locator("article", has_text="evil").wait_for()
-        page.locator("text=10,000 blocked").wait_for(timeout=20_000)
+        visitor.wait_for("10,000 blocked", 60.0)
 
         def quick(path: str, text: str, most: float = 20.0) -> None:
             visitor.open(path)
-            page.locator("main", has_text=text).wait_for(timeout=most * 1000)
+            visitor.wait_for(text, most)
             assert (
                 page.evaluate("document.images.length + document.querySelectorAll('main script').length") == 0
             )

@@ -189,8 +189,9 @@ def test_partitions_that_are_added_are_taken_by_running_lanes(
     begun.append(epochs)
     with Load(log, f"{name}.in", 200.0, partitions=PARTITIONS) as load:
         epochs.run(seconds=2.0, assignment=ONE)
-        calm = time.time()
-        epochs.run(seconds=5.0, assignment=ONE)
+        with Load(Log(log.bootstrap), f"{name}.in", 200.0, partitions=PARTITIONS) as other:
+            calm = time.time()
+            epochs.run(seconds=5.0, assignment=ONE)
         (first,) = epochs.workers()
         for topic in ("in", "dlq", "state"):
             log.create(f"{name}.{topic}", partitions=2 * PARTITIONS)
@@ -210,5 +211,5 @@ def test_partitions_that_are_added_are_taken_by_running_lanes(
         range(2 * PARTITIONS)
     )
     epochs.end()
-    assert judge([*load.sent, *more.sent]).repeats == 0
+    assert judge([*load.sent, *other.sent, *more.sent]).repeats == 0
     assert log.lag(name, f"{name}.in") == 0

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Self
 
+from playwright.sync_api import TimeoutError  # noqa: A004 - its own, which is no TimeoutError of Python
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -80,6 +82,13 @@ class Visitor:
         """Go to a page of the console."""
         self.page.goto(self.origin + path)
         return self.page
+
+    def wait_for(self, text: str, seconds: float = 20.0) -> None:
+        """Wait until the page says this; fails with what it says instead."""
+        try:
+            self.page.locator("main", has_text=text).wait_for(timeout=seconds * 1000)
+        except TimeoutError:
+            raise AssertionError(f"expected {text!r} on the page, found: {self.text()[:2000]}") from None
 
     def text(self, selector: str = "main") -> str:
         """What a person reads there."""

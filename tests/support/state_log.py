@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
@@ -79,8 +80,9 @@ class _Consumer:
         self._ended = False
         self._rest: list[_Record] = []
 
-    def list_topics(self, topic: str, timeout: float) -> None:
+    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         assert topic == "chat.state"
+        return SimpleNamespace(topics={})
 
     def assign(self, partitions: list[Any]) -> None:
         assert {p.topic for p in partitions} == {"chat.state"}
@@ -145,7 +147,7 @@ class StateLog:
         self.polls = 0
         self.closed = 0
         self.room = 1_000_000
-        self.refuses: str | None = None
+        self.refuses: object = None
         self.app: Callable[[Command], None] | None = None
         self.topics = {"chat.state": partitions, "chat.dlq": partitions}
         monkeypatch.setattr(KafkaSettings, "admin", lambda _settings: None)

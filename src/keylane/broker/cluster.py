@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from keylane.broker import config, folder, ports, registry
+from keylane.broker.access import ADMIN_USER, BROKER_USER, BrokerAccess
+from keylane.broker.certificates import CertificateAuthority
 from keylane.broker.errors import EmbeddedBrokerError, PortTakenError
 from keylane.broker.kit import Kit, ensure_kit
 from keylane.broker.node import Node
@@ -49,6 +51,7 @@ class Broker:
     `port`: the first node's port, followed by those of the other nodes; by default any free ports.
     `heap`: Java's heap of each node.
     `settings`: entries of Kafka's server.properties, which win over the defaults here.
+    `secure`: TLS, a password or certificate for each client, and no rights but those that a rule gives; see `access`.
     `detached`: keep running until `stop` is called, by this or another process.
     `command_folder`: the folder of the command that started it; `keylane broker stop` there needs no id.
     `progress`: called with the progress of fetching Kafka, which happens once per machine.
@@ -65,6 +68,7 @@ class Broker:
         port: int | None = None,
         heap: str = config.HEAP,
         settings: Mapping[str, config.Setting] | None = None,
+        secure: bool = False,
         detached: bool = False,
         command_folder: Path | None = None,
         progress: OnProgress = silent,
@@ -81,6 +85,7 @@ class Broker:
         self._port = port
         self._heap = heap
         self._settings = {name: properties[name] for name in settings or {}}
+        self._secure = secure
         self._detached = detached
         self._command_folder = None if command_folder is None else str(command_folder.absolute())
         self._progress = progress
@@ -88,6 +93,7 @@ class Broker:
         # Written by start, and by find for a broker of another process.
         self._record: registry.BrokerRecord | None = None
         self._nodes: tuple[Node, ...] = ()
+        self._access: BrokerAccess | None = None
 
     @classmethod
     def find(cls, broker: str) -> Broker:
@@ -114,6 +120,7 @@ class Broker:
             keep=record.keep,
             heap=record.heap,
             settings=record.settings,
+            secure=record.secure,
         )
         found._temporary = record.temporary
         found._detached = record.owner is None
@@ -140,6 +147,33 @@ class Broker:
     def bootstrap(self) -> str:
         """The address for clients, such as "127.0.0.1:54321", with a comma between nodes."""
         return config.bootstrap([node.address for node in self._started().nodes])
+
+    @property
+    def secure(self) -> bool:
+        """Whether clients need a user, and rights."""
+        return self._secure
+
+    @property
+    def access(self) -> BrokerAccess:
+        """Users and rights. Raises EmbeddedBrokerError if the broker is not secured."""
+        record = self._started()
+        if not self._secure:
+            raise EmbeddedBrokerError(
+                f"broker {record.id} has no users: start one with Broker(secure=True) or `keylane broker start "
+                "--secure`"
+            )
+        if self._access is None:
+            authority = CertificateAuthority(record.data / folder.SECURITY)
+            addresses = [node.address for node in record.nodes]
+            self._access = BrokerAccess(
+                authority, config.bootstrap(addresses), config.certificate_bootstrap(addresses)
+            )
+        return self._access
+
+    @property
+    def admin_file(self) -> Path:
+        """Client settings of the user `admin`, who may do everything. Raises EmbeddedBrokerError if not secured."""
+        return self.access.file(ADMIN_USER)
 
     @property
     def data(self) -> Path:
@@ -276,7 +310,7 @@ class Broker:
     def wait_ready(self, nodes: tuple[Node, ...], *, wanted: frozenset[int], timeout: float) -> None:
         """Wait until each of these nodes serves and knows the `wanted` ones. Raises EmbeddedBrokerError otherwise."""
         until = time.monotonic() + timeout
-        waiting = {node: Probe(node.port) for node in nodes}
+        waiting = {node: self._probe(node) for node in nodes}
         while True:
             for node in nodes:
                 if not node.alive:
@@ -290,10 +324,19 @@ class Broker:
                 raise next(iter(waiting)).failure(f"was not ready after {timeout:.0f} s")
             time.sleep(0.03)
 
+    def _probe(self, node: Node) -> Probe:
+        if not self._secure:
+            return Probe(node.port)
+        return Probe(node.address.certificate_port, dict(self.access.own_settings.extra))
+
     def _start_on(self, place: folder.DataFolder, broker: str, timeout: float) -> None:
         asked = () if self._port is None else tuple(range(self._port, self._port + place.nodes))
+        if not self._secure and (place.path / folder.SECURITY).exists():
+            raise EmbeddedBrokerError(
+                f"{place.path} has the data of a secured broker: start it with `--secure` (`secure=True`)"
+            )
         for left in reversed(range(_PORT_ATTEMPTS)):
-            addresses = _addresses(place.nodes, asked)
+            addresses = _addresses(place.nodes, asked, secure=self._secure)
             self._adopt(
                 registry.BrokerRecord(
                     id=broker,
@@ -306,6 +349,7 @@ class Broker:
                     owner=None if self._detached else Process.current(),
                     nodes=tuple(registry.NodeRecord(address=each, process=None) for each in addresses),
                     command_folder=self._command_folder,
+                    secure=self._secure,
                 )
             )
             try:
@@ -322,14 +366,27 @@ class Broker:
     def _start_nodes(
         self, place: folder.DataFolder, addresses: Sequence[config.Address], timeout: float
     ) -> None:
+        tls = self._tls_files(place.path / folder.SECURITY) if self._secure else None
         for node in self._nodes:
-            config.write_node(node.folder, config.server_properties(node.address, addresses, self._settings))
+            config.write_node(
+                node.folder, config.server_properties(node.address, addresses, self._settings, tls)
+            )
             config.format_storage(
                 node.folder, node=node.id, cluster=place.cluster, checkpoint=self._tools().checkpoint
             )
         for node in self._nodes:
             self.launch(node)
         self.wait_ready(self._nodes, wanted=frozenset(node.id for node in self._nodes), timeout=timeout)
+        if self._secure and not self.admin_file.exists():
+            self.access.add_user(ADMIN_USER)
+
+    @staticmethod
+    def _tls_files(place: Path) -> config.TlsFiles:
+        authority = CertificateAuthority(place)
+        store = place / f"{BROKER_USER}.p12"
+        if not store.exists():
+            authority.issue(BROKER_USER)
+        return config.TlsFiles(store=store, password=authority.password, authority=authority.certificate)
 
     def _adopt(self, record: registry.BrokerRecord) -> None:
         self._record = record
@@ -378,6 +435,7 @@ class Broker:
         registry.remove(record.id)
         self._record = None
         self._nodes = ()
+        self._access = None
 
     def _at_exit(self) -> None:
         # A forked child inherits the exit hooks, but does not own the broker.
@@ -385,13 +443,18 @@ class Broker:
             self.stop()
 
 
-def _addresses(count: int, asked: Sequence[int]) -> tuple[config.Address, ...]:
+def _addresses(count: int, asked: Sequence[int], *, secure: bool) -> tuple[config.Address, ...]:
     for port in asked:
         ports.require_free(port)
-    chosen = [port for port in ports.free_ports(count * 2 + len(asked)) if port not in asked]
-    clients = asked or chosen[count:]
+    chosen = [port for port in ports.free_ports(count * 3 + len(asked)) if port not in asked]
+    clients = asked or chosen[count : count * 2]
     return tuple(
-        config.Address(node=index + 1, port=clients[index], controller_port=chosen[index])
+        config.Address(
+            node=index + 1,
+            port=clients[index],
+            controller_port=chosen[index],
+            certificate_port=chosen[count * 2 + index] if secure else 0,
+        )
         for index in range(count)
     )
 

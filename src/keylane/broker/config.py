@@ -27,7 +27,7 @@ DATA = "data"
 
 _FIXED = re.compile(
     r"process\.roles|node\.id|broker\.id|listeners|advertised\.listeners|log\.dirs?|metadata\.log\.dir"
-    r"|listener\.security\.protocol\.map|inter\.broker\.listener\.name|controller\.(listener\.names|quorum\.(voters|bootstrap\.servers))"
+    r"|listener\.security\.protocol\.map|inter\.broker\.listener\.name|ssl\.(keystore|truststore)\..*|controller\.(listener\.names|quorum\.(voters|bootstrap\.servers))"
 )
 _HEAP = re.compile(r"(\d+)([mg])", re.IGNORECASE)
 _LOG4J_PROPERTIES = f"""\
@@ -50,11 +50,24 @@ rootLogger.appenderRef.file.ref = file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A node's number (from 1) and its two ports: for clients and other brokers, and for the controllers."""
+    """A node's number (from 1) and its ports: for clients and other brokers, and for the controllers.
+
+    A secured node has another one for clients with a certificate and for other brokers.
+    """
 
     node: int
     port: int
     controller_port: int
+    certificate_port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """What a secured node needs: its key store, its password, and the certificate of the authority."""
+
+    store: Path
+    password: str
+    authority: Path
 
 
 def bootstrap(addresses: Sequence[Address]) -> str:
@@ -62,10 +75,15 @@ def bootstrap(addresses: Sequence[Address]) -> str:
     return ",".join(f"{HOST}:{address.port}" for address in addresses)
 
 
+def certificate_bootstrap(addresses: Sequence[Address]) -> str:
+    """The address for clients with a certificate."""
+    return ",".join(f"{HOST}:{address.certificate_port}" for address in addresses)
+
+
 def server_properties(
-    node: Address, cluster: Sequence[Address], settings: Mapping[str, Setting]
+    node: Address, cluster: Sequence[Address], settings: Mapping[str, Setting], tls: TlsFiles | None = None
 ) -> dict[str, str]:
-    """The configuration of one node; `settings` win over the defaults here.
+    """The configuration of one node; `settings` win over the defaults here. `tls`: of a secured node.
 
     Raises EmbeddedBrokerError if `settings` has one that the embedded broker must decide, such as its listeners.
     """
@@ -79,9 +97,7 @@ def server_properties(
     return {
         "process.roles": "broker,controller",
         "node.id": str(node.node),
-        "listeners": f"PLAINTEXT://{HOST}:{node.port},CONTROLLER://{HOST}:{node.controller_port}",
-        "advertised.listeners": f"PLAINTEXT://{HOST}:{node.port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        **(_plain_listeners(node) if tls is None else _secured_listeners(node, tls)),
         "controller.listener.names": "CONTROLLER",
         "controller.quorum.voters": ",".join(
             f"{each.node}@{HOST}:{each.controller_port}" for each in cluster
@@ -103,6 +119,39 @@ def server_properties(
         # The default of 128 MB is a quarter of the heap.
         "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
         **{name: _text(value) for name, value in settings.items()},
+    }
+
+
+def _plain_listeners(node: Address) -> dict[str, str]:
+    return {
+        "listeners": f"PLAINTEXT://{HOST}:{node.port},CONTROLLER://{HOST}:{node.controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{HOST}:{node.port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    }
+
+
+def _secured_listeners(node: Address, tls: TlsFiles) -> dict[str, str]:
+    """TLS everywhere. Clients have a password (SCRAM) or a certificate; brokers and controllers have a certificate."""
+    clients = f"SASL_SSL://{HOST}:{node.port},SSL://{HOST}:{node.certificate_port}"
+    return {
+        "listeners": f"{clients},CONTROLLER://{HOST}:{node.controller_port}",
+        "advertised.listeners": clients,
+        "listener.security.protocol.map": "SASL_SSL:SASL_SSL,SSL:SSL,CONTROLLER:SSL",
+        "inter.broker.listener.name": "SSL",
+        "sasl.enabled.mechanisms": "SCRAM-SHA-512",
+        "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": (
+            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        ),
+        "ssl.client.auth": "required",
+        "ssl.keystore.type": "PKCS12",
+        "ssl.keystore.location": str(tls.store),
+        "ssl.keystore.password": tls.password,
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": str(tls.authority),
+        "ssl.principal.mapping.rules": "RULE:^CN=([^,]+).*$/$1/",
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "false",
+        "super.users": "User:broker;User:admin",
     }
 
 
@@ -131,8 +180,11 @@ def java_flags(heap: str, archive: Path | None) -> tuple[str, ...]:
 
 
 def write_node(folder: Path, properties: Mapping[str, str]) -> None:
-    """Write the node's configuration files."""
-    (folder / PROPERTIES).write_text(render(properties), encoding="ascii")
+    """Write the node's configuration files. They may have passwords in them."""
+    path = folder / PROPERTIES
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(render(properties), encoding="ascii")
     (folder / LOGGING).write_text(_LOG4J_PROPERTIES, encoding="ascii")
 
 

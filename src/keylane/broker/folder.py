@@ -14,6 +14,8 @@ from keylane.broker.config import new_uuid
 from keylane.broker.errors import EmbeddedBrokerError
 
 MARKER = "keylane-broker.json"
+SECURITY = "security"
+"""The folder with the keys and users' settings of a secured broker."""
 MIN_FREE_BYTES = 200 * 1024 * 1024
 
 
@@ -89,7 +91,8 @@ def contents(path: Path) -> tuple[Path, ...]:
     """The files and folders of a broker in this folder; empty without a broker's data."""
     if not (path / MARKER).is_file():
         return ()
-    return (*sorted(path.glob("node-*")), path / MARKER)
+    security = path / SECURITY
+    return (*sorted(path.glob("node-*")), *([security] if security.exists() else []), path / MARKER)
 
 
 def discard(path: Path) -> None:

@@ -88,7 +88,7 @@ class Node:
             raise EmbeddedBrokerError(
                 f"node {self.id} is already running (process {self.pid}): stop or kill it first"
             )
-        for port in (self.port, self.address.controller_port):
+        for port in filter(None, (self.port, self.address.controller_port, self.address.certificate_port)):
             ports.require_free(port)
         self._host.launch(self)
         if wait:

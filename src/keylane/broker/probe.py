@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 from keylane.broker.ports import HOST
 from keylane.kafka.client import AdminClient, KafkaException
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # librdkafka logs errors about a broker that is still starting; they are not useful here.
 _QUIET = logging.getLogger("keylane.broker.probe")
@@ -15,12 +19,16 @@ _QUIET.propagate = False
 
 
 class Probe:
-    """Repeated questions to one node. The first answer always comes from that node itself."""
+    """Repeated questions to one node. The first answer always comes from that node itself.
 
-    __slots__ = ("_client", "_port")
+    `security`: the client settings for a secured node.
+    """
 
-    def __init__(self, port: int) -> None:
+    __slots__ = ("_client", "_port", "_security")
+
+    def __init__(self, port: int, security: Mapping[str, str] | None = None) -> None:
         self._port = port
+        self._security = dict(security or {})
         self._client: AdminClient | None = None
 
     def members(self, timeout: float) -> frozenset[int]:
@@ -33,6 +41,7 @@ class Probe:
                 return frozenset()
             self._client = AdminClient(
                 {
+                    **self._security,
                     "bootstrap.servers": f"{HOST}:{self._port}",
                     "reconnect.backoff.ms": 20,
                     "reconnect.backoff.max.ms": 200,

@@ -42,6 +42,7 @@ class BrokerRecord:
     owner: Process | None
     nodes: tuple[NodeRecord, ...]
     command_folder: str | None = None
+    secure: bool = False
 
     @property
     def alive(self) -> bool:
@@ -122,6 +123,7 @@ def _parse(raw: dict[str, Any]) -> BrokerRecord:
             for node in raw["nodes"]
         ),
         command_folder=raw.get("command_folder"),
+        secure=raw.get("secure", False),
     )
 
 

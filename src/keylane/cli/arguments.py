@@ -14,6 +14,8 @@ from keylane.dlq.record import DeadLetterKind
 from keylane.dlq.summary import DeadLetterFilter
 from keylane.errors import SettingsError
 from keylane.kafka.settings import client_settings
+from keylane.redaction import is_secret
+from keylane.safe_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -107,6 +109,12 @@ def from_files(pairs: Iterable[str]) -> Iterator[str]:
     """
     for pair in pairs:
         if not pair.startswith("@"):
+            if is_secret(name := pair.partition("=")[0]):
+                typer.echo(
+                    f"warning: {printable(name)} is on the command line, which every user of this machine can read: "
+                    "use -o @FILE or KEYLANE_KAFKA_… instead",
+                    err=True,
+                )
             yield pair
             continue
         try:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from keylane.broker import Broker, BrokerState, EmbeddedBrokerError, shown
 from keylane.cli.layout import safe
-from keylane.errors import KeylaneError
+from keylane.errors import KeylaneError, SettingsError
+from keylane.rights import Right, app_rights, operator_rights
 
 P = ParamSpec("P")
 
@@ -85,6 +86,10 @@ def start(
         ),
     ] = None,
     heap: Annotated[str, typer.Option(help="Java heap size of each node, such as 512m or 2g.")] = "512m",
+    secure: Annotated[
+        bool,
+        typer.Option("--secure", help="TLS, users with passwords, and no rights but those you give them."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start a broker in the background, and print how to reach it.
@@ -96,6 +101,7 @@ def start(
     keylane broker start
     keylane broker start --port 9092 --data ./kafka
     keylane broker start --nodes 3
+    keylane broker start --secure
     keylane broker start --json | jq -r .bootstrap
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     with shown() as progress:
@@ -105,6 +111,7 @@ def start(
             keep=keep,
             port=port,
             heap=heap,
+            secure=secure,
             detached=True,
             command_folder=Path.cwd(),
             progress=progress,
@@ -117,6 +124,8 @@ def start(
                 "bootstrap": broker.bootstrap,
                 "data": str(broker.data),
                 "nodes": [{"pid": node.pid, "port": node.port} for node in broker.nodes],
+                "admin_options": str(broker.admin_file) if secure else None,
+                "certificate_bootstrap": broker.access.certificate_bootstrap if secure else None,
             }
         )
         return
@@ -124,7 +133,95 @@ def start(
     typer.echo(f"broker     {broker.id}")
     typer.echo(f"bootstrap  {broker.bootstrap}")
     typer.echo(f"data       {broker.data} ({fate})")
+    if secure:
+        typer.echo(f"admin      -o @{broker.admin_file}")
+        typer.echo("app users  keylane broker user MODULE:APP")
     typer.echo(f"stop with  keylane broker stop {broker.id}")
+
+
+@app.command()
+@_friendly
+def user(
+    reference: Annotated[
+        str, typer.Argument(metavar="APP", help="MODULE:APP, or an app's name with --source and --sink.")
+    ],
+    broker_id: Annotated[
+        str | None,
+        typer.Option("--broker", metavar="ID", help="Which broker; optional if only one secured one runs."),
+    ] = None,
+    source: Annotated[str | None, typer.Option(help="With an app's name: the topic it reads.")] = None,
+    sink: Annotated[str | None, typer.Option(help="With an app's name: the topic it writes to.")] = None,
+    operator: Annotated[
+        bool,
+        typer.Option(
+            "--operator", help="An operator's rights instead of the app's; the name gets '-operator'."
+        ),
+    ] = False,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="A certificate instead of a password.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Create a user of a secured broker with exactly the rights that the app needs, and print its settings file.
+
+    An existing user gets a new password or certificate, and keeps its rights. The rights are those of
+    'keylane doctor' and of docs/operations.md. The file can only be read by you.
+
+    \b
+    keylane broker user shop.orders:app
+    keylane broker user shop --source orders --sink receipts
+    keylane broker user shop.orders:app --operator
+    keylane broker user shop.orders:app --certificate
+    """  # noqa: D301 - the escape is click's: leave the lines as they are
+    broker = _secured(broker_id)
+    name, rights = _rights_of(reference, source, sink, operator=operator)
+    if operator:
+        name += "-operator"
+    add = broker.access.add_certificate if certificate else broker.access.add_user
+    path = add(name, rights)
+    bootstrap = broker.access.certificate_bootstrap if certificate else broker.bootstrap
+    if as_json:
+        _print_json({"user": name, "bootstrap": bootstrap, "options": str(path)})
+        return
+    typer.echo(f"user       {name}")
+    typer.echo(f"settings   --bootstrap {bootstrap} -o @{path}")
+
+
+def _secured(broker_id: str | None) -> Broker:
+    if broker_id is not None:
+        return Broker.find(broker_id)
+    running = [each for each in Broker.list() if each.secure and each.state is not BrokerState.DEAD]
+    if len(running) != 1:
+        known = ", ".join(each.id for each in running) or "none"
+        raise EmbeddedBrokerError(
+            f"expected one running secured broker, found {known}: give --broker ID, or start one with "
+            "`keylane broker start --secure`"
+        )
+    return running[0]
+
+
+def _rights_of(
+    reference: str, source: str | None, sink: str | None, *, operator: bool
+) -> tuple[str, tuple[Right, ...]]:
+    """The app's name, and the rights of the app or of its operator."""
+    if ":" not in reference:
+        if source is None:
+            raise SettingsError("an app's name needs --source TOPIC; or give MODULE:APP")
+        sinks = [] if sink is None else [sink]
+        give = operator_rights if operator else app_rights
+        return reference, give(reference, source, sinks, ledger=False)
+    if source is not None or sink is not None:
+        raise SettingsError("--source and --sink are only for an app's name: MODULE:APP declares them")
+    from keylane.spark.packaging import load  # noqa: PLC0415 - takes half a second; a plain name needs nothing of it
+
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    found = load(reference)
+    ledger = found.ledger is not None
+    if operator:
+        return found.name, operator_rights(found.name, found.source, found.sinks, ledger=ledger)
+    rights = app_rights(found.name, found.source, found.sinks, ledger=ledger, states=bool(found.states))
+    return found.name, rights
 
 
 @app.command()
@@ -258,6 +355,7 @@ def _facts(broker: Broker) -> dict[str, Any]:
         "data_bytes": broker.size(),
         "keep": broker.keep,
         "owner": broker.owner,
+        "secure": broker.secure,
         "nodes": [
             {"id": node.id, "pid": node.pid, "port": node.port, "alive": node.alive, "log": str(node.log)}
             for node in broker.nodes

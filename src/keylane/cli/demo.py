@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -93,6 +93,12 @@ def demo(
     epoch: Annotated[
         float, typer.Option(help="Seconds per epoch; try 5 to see lanes move between tasks.")
     ] = 300.0,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure", help="On a broker with TLS, where the app has its documented rights and no others."
+        ),
+    ] = False,
     web_console: Annotated[
         bool,
         typer.Option("--console", help="Serve the web console, and keep it and the broker until Ctrl-C."),
@@ -112,6 +118,7 @@ def demo(
     keylane demo
     keylane demo --console
     keylane demo --messages 60000 --rate 2000 --keys 2000
+    keylane demo --secure
     """  # noqa: D301 - the escape is click's: leave the lines as they are
     if messages < 1 or keys < 1 or rate <= 0:
         raise SettingsError("--messages and --keys must be at least 1, --rate greater than 0")
@@ -123,9 +130,8 @@ def demo(
         else:
             _show(Console(), facts)
 
-    facts = _Demo(
-        console, messages, keys, rate, master, epoch, report, console_port if web_console else None
-    ).run()
+    port = console_port if web_console else None
+    facts = _Demo(console, messages, keys, rate, master, epoch, report, port, secure=secure).run()
     if not facts.sound:
         raise KeylaneError("a guarantee was broken: see the figures above. Please report this")
 
@@ -143,6 +149,8 @@ class _Demo:
         epoch: float,
         report: Callable[[DemoFacts], None],
         console_port: int | None,
+        *,
+        secure: bool,
     ) -> None:
         from keylane.demo.seed import SeedLoad  # noqa: PLC0415 - the Kafka client is not needed for --help
 
@@ -155,13 +163,17 @@ class _Demo:
         self._rate = rate
         self._master = master
         self._epoch = epoch
+        self._secure = secure
+        self._client: dict[str, str] = {}  # written by run(): the settings of the administrator
 
     def run(self) -> DemoFacts:
         from keylane.broker import Broker, shown  # noqa: PLC0415
+        from keylane.broker.access import ADMIN_USER  # noqa: PLC0415
         from keylane.demo.chat import SINK, SOURCE, app, failures, is_poison, stage_seconds  # noqa: PLC0415
         from keylane.demo.reader import ResultReader  # noqa: PLC0415
         from keylane.kafka.cluster import Cluster  # noqa: PLC0415
         from keylane.kafka.settings import KafkaSettings  # noqa: PLC0415
+        from keylane.rights import app_rights  # noqa: PLC0415
         from keylane.spark.spark_session import session  # noqa: PLC0415
 
         logging.getLogger("keylane").setLevel(logging.ERROR)
@@ -171,11 +183,21 @@ class _Demo:
         with ExitStack() as stack:
             console.print("starting Kafka …")
             with shown() as progress:
-                broker = stack.enter_context(Broker(progress=progress))
+                broker = stack.enter_context(Broker(progress=progress, secure=self._secure))
+            own: dict[str, Any] = {}
+            if self._secure:
+                rights = app_rights(app.name, SOURCE, [SINK], ledger=False)
+                broker.access.add_user(app.name, rights)
+                own = {f"kafka.{n}": v for n, v in broker.access.client(app.name).items()}
+                self._client = broker.access.client(ADMIN_USER)
+                console.print(f"user {app.name!r} has these rights and no others:")
+                for right in rights:
+                    console.print(f"  {right}", highlight=False)
             console.print(f"Kafka runs at {broker.bootstrap}; starting Spark on {self._master} …")
+            settings = KafkaSettings(broker.bootstrap, tuple(self._client.items()))
             if self._console_port is not None:
-                self._serve(stack, KafkaSettings(broker.bootstrap), self._console_port)
-            cluster = Cluster(KafkaSettings(broker.bootstrap))
+                self._serve(stack, settings, self._console_port)
+            cluster = Cluster(settings)
             for topic in (SOURCE, SINK):
                 cluster.ensure(topic, PARTITIONS, {})
             spark = session(self._master, "keylane demo", lanes_only=True)
@@ -188,8 +210,9 @@ class _Demo:
                 format="parquet",
                 path=str(folder / "outcomes"),
                 checkpoint_location=str(folder / "checkpoint"),
+                **own,
             )
-            reader = ResultReader(broker.bootstrap, SINK, PARTITIONS, lambda e: failures(e) > 0)
+            reader = ResultReader(broker.bootstrap, SINK, PARTITIONS, lambda e: failures(e) > 0, self._client)
             reader.start()
             stack.callback(reader.close)
             self._warm_up(query, broker.bootstrap, SOURCE, reader)
@@ -244,7 +267,7 @@ class _Demo:
 
         send(
             SeedLoad(messages=16, keys=16, key_prefix="warm-", seed=0),
-            Target(topic=topic, bootstrap=bootstrap),
+            Target(topic=topic, bootstrap=bootstrap, client=self._client),
         )
         deadline = time.monotonic() + 120
         with StatusLine(self._console, "waiting for the first results …"):
@@ -259,7 +282,7 @@ class _Demo:
         """Send the load at its rate and show the results until all have arrived."""
         from keylane.demo.seed import Target, send  # noqa: PLC0415
 
-        target = Target(topic=topic, bootstrap=bootstrap, rate=self._rate)
+        target = Target(topic=topic, bootstrap=bootstrap, rate=self._rate, client=self._client)
         failed: list[KeylaneError] = []
 
         def offer() -> None:

@@ -116,7 +116,7 @@ def _watch(watched: LagMonitor, who: str, source: str, *, as_json: bool) -> None
             if isinstance(view, LagView):
                 typer.echo(json.dumps(facts(who, source, view)))
             elif view is not None:
-                typer.echo(view, err=True)
+                typer.echo(safe(view), err=True)
             time.sleep(1)
     console, last = _console(), None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -142,6 +143,9 @@ class _Race:
         from keylane.demo.race_feed import RaceFeed  # noqa: PLC0415
         from keylane.kafka.settings import KafkaSettings  # noqa: PLC0415
 
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # Spark's would cancel the apps without a drain
         feed = RaceFeed(self._messages, self._keys, self._work * 1000)
         apps = [f"race-{order}" for order in ORDERS]
         tracks: list[Track] = []

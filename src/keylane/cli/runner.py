@@ -49,6 +49,7 @@ _FAILED_TASKS_SECONDS_MAX = 20.0
 _CODES = {
     QueryFailureKind.AGAIN: 1,
     QueryFailureKind.APP: 1,
+    QueryFailureKind.DENIED: 1,
     QueryFailureKind.FAILURE_GUARD: 1,
     QueryFailureKind.TAKEN_OVER: 3,
 }

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from keylane.cli.arguments import Bootstrap, Json, Options, client
-from keylane.cli.layout import cell, print_table, table
+from keylane.cli.layout import cell, print_table, safe, table
 from keylane.demo.seed import DEFAULT_PARTITIONS
 from keylane.errors import BrokerError, SettingsError
 from keylane.kafka.cluster import Cluster
@@ -137,7 +137,7 @@ def describe(
     for p in range(count):
         made.add_row(str(p), f"{begins[p]:,}", f"{ends[p]:,}", f"{ends[p] - begins[p]:,}")
     print_table(made)
-    typer.echo(", ".join(f"{setting}={value}" for setting, value in settings.items()))
+    typer.echo(safe(", ".join(f"{setting}={value}" for setting, value in settings.items())))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from keylane.demo.seed import parse_value
 from keylane.kafka.client import Consumer, TopicPartition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class ResultReader(threading.Thread):
@@ -20,7 +20,14 @@ class ResultReader(threading.Thread):
     Fields are written by this thread and read by others when they like; ``close`` ends it.
     """
 
-    def __init__(self, bootstrap: str, topic: str, partitions: int, failed: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        topic: str,
+        partitions: int,
+        failed: Callable[[str], bool],
+        client: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(name="results", daemon=True)
         self.count = 0
         self.violations = 0
@@ -34,6 +41,7 @@ class ResultReader(threading.Thread):
         self._closing = threading.Event()
         self._consumer = Consumer(
             {
+                **(client or {}),
                 "bootstrap.servers": bootstrap,
                 "group.id": "demo-results",
                 "enable.auto.commit": False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from keylane.lanes.ordering import KEY
+from keylane.rights import app_rights
 from keylane.topic_names import AppTopicNames
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from keylane.lanes.ordering import Ordering
+    from keylane.rights import Right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,13 @@ class AppFacts(AppTopicNames):
     spool: Path | None = None
     """The folder for dead letters that their topic refuses; None: the default folder."""
 
+    @property
+    def rights(self) -> tuple[Right, ...]:
+        """What it needs; empty when the source is not known."""
+        if self.source is None:
+            return ()
+        return app_rights(self.name, self.source, self.sinks, ledger=self.ledger, states=self.states)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicFacts:
@@ -80,8 +89,6 @@ class TopicFacts:
     leaderless: int = 0
     settings: Mapping[str, str] | None = None
     """None: reading them is not allowed."""
-    rights: frozenset[str] | None = None
-    """Allowed operations such as READ and WRITE; None: the broker does not report them."""
 
     def number(self, name: str) -> int | None:
         """A numeric setting; None when it is unknown."""
@@ -111,7 +118,6 @@ class GroupFacts:
 
     state: str = ""
     members: tuple[str, ...] = ()
-    rights: frozenset[str] | None = None
     unread: str = ""
 
 
@@ -124,12 +130,10 @@ class ClusterFacts:
     seconds: float = 0.0
     """How long its first answer took."""
     topics: Mapping[str, TopicFacts] = field(default_factory=dict)
-    rights: frozenset[str] | None = None
-    """Allowed operations on the cluster itself."""
     secured: bool | None = None
     """Whether it has an authorizer; None: unknown, because reading the rules is not allowed."""
-    transactional: bool | None = None
-    """Whether a rule allows WRITE on transactional ids that begin with the app's name; None: unknown."""
+    allowed: Mapping[Right, bool] = field(default_factory=dict)
+    """Rights that the app needs now, and whether this user has them; those that are unknown are missing."""
     group: GroupFacts | None = None
     positions: tuple[GroupPosition, ...] = ()
     owners: tuple[str, ...] = ()

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from keylane.doctor.finding import Finding, counted, fault, note, ok, unknown, warning
 from keylane.doctor.judge import MAX_CLOCK_SKEW_SECONDS
 from keylane.kafka.cluster import DEAD_LETTER_ROOM_BYTES
+from keylane.rights import Operation
 from keylane.worker.progress import OFFSET_REFRESH_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from keylane.doctor.facts import AppFacts, ClusterFacts, GroupPosition, TopicFacts
+    from keylane.rights import Right
 
 _WARNING_SHARE, _FAULT_SHARE = 0.5, 0.9
 """Shares of the retention that the oldest waiting message has used up."""
@@ -288,62 +290,39 @@ def judge_rights(app: AppFacts, cluster: ClusterFacts) -> Iterator[Finding]:
             "rights", "the cluster has no authorizer, or an authorizer without rules: nothing is restricted"
         )
         return
-    needed: dict[str | None, set[str]] = {
-        app.source: {"READ", "DESCRIBE_CONFIGS"},
-        **{sink: {"WRITE", "DESCRIBE_CONFIGS"} for sink in app.sinks},
-        app.dlq: {"READ", "WRITE"},
-        app.state: {"READ", "WRITE"},
-    }
+    missing: dict[tuple[str, bool], list[Right]] = {}
     hidden = []
-    sound = True
-    for name, wanted in needed.items():
-        topic = cluster.topics.get(name) if name else None
-        if topic is None:
-            continue
-        if topic.rights is None:
-            hidden.append(str(name))
-            continue
-        missing = sorted(wanted - topic.rights)
-        if missing:
-            sound = False
-            yield fault(
-                "rights",
-                f"no {' and '.join(missing)} on topic {name!r}",
-                f"allow the app's user {' and '.join(missing)} on {name!r}",
-            )
-    absent = [name for name in (app.dlq, app.state) if name not in cluster.topics]
-    if absent and cluster.rights is not None and "CREATE" not in cluster.rights:
-        sound = False
-        yield fault(
-            "rights",
-            f"{', '.join(map(repr, absent))} must be created, and CREATE on the cluster is not allowed",
-            "allow CREATE, or create them with as many partitions as the source (the state topic compacted)",
-        )
-    group = cluster.group
-    if group is not None and group.rights is not None and "READ" not in group.rights:
-        sound = False
-        yield fault(
-            "rights",
-            f"no READ on group {app.name!r}",
-            "allow READ: the app commits its progress to the group",
-        )
-    if cluster.transactional is False:
-        sound = False
-        yield fault(
-            "rights",
-            f"no rule allows WRITE on transactional ids that begin with {app.name + '.'!r}",
-            "allow WRITE and DESCRIBE on them: progress is written in transactions",
-        )
-    elif cluster.transactional is None:
-        yield unknown(
-            "rights",
-            "the rights on transactional ids could not be read",
-            "allow DESCRIBE on the cluster, so that the doctor can read them",
+    for right in app.rights:
+        if cluster.allowed.get(right) is False:
+            missing.setdefault((_resource(right), right.optional), []).append(right)
+        elif right not in cluster.allowed and _is_needed(right, cluster):
+            hidden.append(right)
+    for (resource, optional), rights in missing.items():
+        operations = " and ".join(right.operation for right in rights)
+        purposes = "; ".join(dict.fromkeys(right.why for right in rights))
+        level = warning if optional else fault
+        yield level(
+            "rights", f"no {operations} on {resource}", f"allow this user {operations} on it: {purposes}"
         )
     if hidden:
-        yield unknown("rights", f"the broker does not report what is allowed on {', '.join(hidden)}")
-    if sound:
-        yield ok("rights", "no missing right was found")
+        yield unknown(
+            "rights",
+            f"could not be found out: {', '.join(map(str, hidden))}",
+            "run the doctor again as the app's user when the topics exist",
+        )
+    if not missing and not hidden and app.rights:
+        yield ok("rights", f"all {len(cluster.allowed)} rights that the app needs now are there")
+
+
+def _resource(right: Right) -> str:
+    return str(right).partition(" on ")[2]
+
+
+def _is_needed(right: Right, cluster: ClusterFacts) -> bool:
+    """Whether its absence would be noticed: creating a topic that exists needs no right."""
+    return right.operation not in (Operation.CREATE, Operation.ALTER) or (
+        right.operation is Operation.CREATE and right.name not in cluster.topics
+    )
 
 
 def _age(seconds: float) -> str:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from keylane.doctor.facts import ClusterFacts, GroupFacts, GroupPosition, TopicFacts
+from keylane.doctor.probe_rights import RightsProbe
 from keylane.errors import BrokerError
 from keylane.kafka.client import (
     AclBindingFilter,
@@ -16,7 +17,6 @@ from keylane.kafka.client import (
     KafkaException,
     ResourcePatternType,
     ResourceType,
-    TopicCollection,
     TopicPartition,
 )
 from keylane.kafka.cluster import Cluster, retry_while_moving
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from keylane.doctor.facts import AppFacts
     from keylane.kafka.settings import KafkaSettings
+    from keylane.rights import Right
 
 _ANSWER_TIMEOUT_SECONDS = 10.0
 _READ_TIMEOUT_SECONDS = 5.0
@@ -66,7 +67,7 @@ class _KafkaProbe:
         names = [name for name in wanted if name and name in existing]
         cluster = self._answer(self._admin.describe_cluster(include_authorized_operations=True))
         rights = _operations(cluster)
-        rules, secured = self._rules(rights)
+        secured = self._is_secured(rights)
         owners, malformed = (
             self._state(app, existing[app.state]) if app and app.state in existing else ((), {})
         )
@@ -76,9 +77,8 @@ class _KafkaProbe:
             brokers=len(cluster.nodes) if cluster else self._brokers(),
             seconds=seconds,
             topics={name: self._topic(name) for name in names},
-            rights=rights,
             secured=secured,
-            transactional=None if app is None else _transactional(rules, secured, app.name),
+            allowed={} if app is None or secured is False else self._allowed(app, existing),
             group=None if app is None else self._group(app.name),
             positions=self._positions(app.name, app.source) if app and app.source in existing else (),
             owners=owners,
@@ -94,9 +94,6 @@ class _KafkaProbe:
         found = (
             self._admin.list_topics(name, timeout=_ANSWER_TIMEOUT_SECONDS).topics[name].partitions.values()
         )
-        described = self._answer(
-            self._admin.describe_topics(TopicCollection([name]), include_authorized_operations=True)[name]
-        )
         settings = self._configuration(ResourceType.TOPIC, name)
         return TopicFacts(
             partitions=len(found),
@@ -104,8 +101,10 @@ class _KafkaProbe:
             behind=sum(len(one.isrs) < len(one.replicas) for one in found),
             leaderless=sum(one.leader < 0 for one in found),
             settings=None if settings is None else {key: str(entry.value) for key, entry in settings.items()},
-            rights=_operations(described),
         )
+
+    def _allowed(self, app: AppFacts, existing: dict[str, int]) -> dict[Right, bool]:
+        return RightsProbe(self._settings, existing, app.source).allowed(app.rights)
 
     def _offsets_kept(self, nodes: Sequence[Any]) -> float | None:
         """The shortest time for which any broker keeps an offset."""
@@ -120,7 +119,7 @@ class _KafkaProbe:
 
     def _group(self, name: str) -> GroupFacts:
         def ask() -> Any:
-            asked = self._admin.describe_consumer_groups([name], include_authorized_operations=True)
+            asked = self._admin.describe_consumer_groups([name])
             return asked[name].result(_ANSWER_TIMEOUT_SECONDS)
 
         try:
@@ -132,7 +131,7 @@ class _KafkaProbe:
         except TimeoutError:
             return GroupFacts(unread=f"no answer within {_ANSWER_TIMEOUT_SECONDS:.0f} s")
         members = tuple(f"{one.client_id} at {one.host.lstrip('/')}" for one in found.members)
-        return GroupFacts(state=str(found.state), members=members, rights=_operations(found))
+        return GroupFacts(state=str(found.state), members=members)
 
     def _positions(self, group: str, topic: str) -> tuple[GroupPosition, ...]:
         partitions = range(self._cluster.partitions(topic))
@@ -200,8 +199,8 @@ class _KafkaProbe:
         owners = {claim.who for owners in state.owners.values() for claim in owners.values()}
         return tuple(sorted(owners)), dict(state.malformed)
 
-    def _rules(self, rights: frozenset[str] | None) -> tuple[list[Any] | None, bool | None]:
-        """All rules, and whether the cluster has an authorizer; None for what cannot be known.
+    def _is_secured(self, rights: frozenset[str] | None) -> bool | None:
+        """Whether the cluster has an authorizer; None when that cannot be known.
 
         A broker without an authorizer has no rules and allows everything on the cluster (``rights``).
         """
@@ -216,19 +215,17 @@ class _KafkaProbe:
             AclPermissionType.ANY,
         )
         try:
-            rules = list(
-                self._admin.describe_acls(every, request_timeout=_ANSWER_TIMEOUT_SECONDS).result(
-                    _ANSWER_TIMEOUT_SECONDS
-                )
+            rules = self._admin.describe_acls(every, request_timeout=_ANSWER_TIMEOUT_SECONDS).result(
+                _ANSWER_TIMEOUT_SECONDS
             )
         except KafkaException as error:
             disabled = error.args[0].code() == ClientError.SECURITY_DISABLED
-            return None, False if disabled else None
+            return False if disabled else None
         except (TimeoutError, ValueError):
-            return None, None
+            return None
         if rules:
-            return rules, True
-        return None, False if rights is not None and rights >= _UNRESTRICTED else None
+            return True
+        return False if rights is not None and rights >= _UNRESTRICTED else None
 
     def _configuration(self, kind: ResourceType, name: str) -> Any:
         resource = ConfigResource(kind, name)
@@ -248,21 +245,3 @@ class _KafkaProbe:
 def _operations(described: Any) -> frozenset[str] | None:
     operations = getattr(described, "authorized_operations", None)
     return None if operations is None else frozenset(operation.name for operation in operations)
-
-
-def _transactional(rules: list[Any] | None, secured: bool | None, app: str) -> bool | None:
-    if secured is False:
-        return True
-    if rules is None:
-        return None
-    for rule in rules:
-        if rule.restype != ResourceType.TRANSACTIONAL_ID:
-            continue
-        name = rule.name or ""
-        covers = name == "*" or (
-            rule.resource_pattern_type == ResourcePatternType.PREFIXED and f"{app}.".startswith(name)
-        )
-        allows = rule.permission_type == AclPermissionType.ALLOW
-        if covers and allows and rule.operation in (AclOperation.WRITE, AclOperation.ALL):
-            return True
-    return False

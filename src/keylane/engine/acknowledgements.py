@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from keylane.denial import broker_error, is_denied
 from keylane.errors import BrokerError, KeylaneError
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from keylane.engine.attempts import RetryAttempts
     from keylane.engine.clock import Clock
@@ -41,6 +43,7 @@ class Acknowledgements:
         duplicates: Duplicates,
         on_done: Callable[[list[Delivery]], None],
         loop: asyncio.AbstractEventLoop,
+        sinks: Sequence[str] = (),
     ) -> None:
         self.acknowledged: list[Delivery] = []
         """Messages whose results are durable. Always this list: delivery reports and runners append, settle() empties.
@@ -65,6 +68,7 @@ class Acknowledgements:
         self._duplicates = duplicates
         self._on_done = on_done
         self._loop = loop
+        self._sinks = sinks
 
     def acknowledge(self, delivery: Delivery) -> None:
         """What the message caused is durable."""
@@ -90,12 +94,13 @@ class Acknowledgements:
         self.refusals.append((delivery, error))
         if self._life.ended:  # its loop may be closed
             return
-        self._life.fail(
-            BrokerError(
-                f"what message {delivery.position} caused could not be written: {error}. "
-                "Nothing after it counts as done; it runs again."
+        what = f"what message {delivery.position} caused could not be written"
+        if is_denied(error):
+            self._life.fail(
+                broker_error(what, error, *(on_topic(sink, Operation.WRITE) for sink in self._sinks))
             )
-        )
+        else:
+            self._life.fail(BrokerError(f"{what}: {error}. Nothing after it counts as done; it runs again."))
 
     def settle(self) -> None:
         """Process the acknowledgements that have come in."""

@@ -184,6 +184,7 @@ class Engine:
             duplicates=self.duplicates,
             on_done=on_done,
             loop=loop,
+            sinks=app.sinks,
         )
         self.acknowledged = self._acks.acknowledged  # the same list: the hot path of delivery reports
         self._lanes = LaneScheduler(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from confluent_kafka import Consumer, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported there without saying so
+    AclBinding,
     AclBindingFilter,
     AclOperation,
     AclPermissionType,
@@ -14,9 +15,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     OffsetSpec,
     ResourcePatternType,
     ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
 )
 
 __all__ = [
+    "AclBinding",
     "AclBindingFilter",
     "AclOperation",
     "AclPermissionType",
@@ -30,6 +35,9 @@ __all__ = [
     "Producer",
     "ResourcePatternType",
     "ResourceType",
+    "ScramCredentialInfo",
+    "ScramMechanism",
     "TopicCollection",
     "TopicPartition",
+    "UserScramCredentialUpsertion",
 ]

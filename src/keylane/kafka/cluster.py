@@ -20,11 +20,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     ResourceType,
 )
 
-from keylane.errors import BrokerError
+from keylane.denial import broker_error, is_denied
+from keylane.errors import AccessDeniedError, BrokerError
 from keylane.kafka.rejection import NO_RULES, TopicRules
 from keylane.kafka.settings import outage
 from keylane.offsets.identity import AppIdentity, TopicIdentity
 from keylane.offsets.metadata import judge
+from keylane.rights import Operation, on_group, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from keylane.kafka.settings import KafkaSettings
     from keylane.offsets.metadata import Committed
+    from keylane.rights import Right
     from keylane.spec import AppSpec
 
 log = logging.getLogger("keylane.kafka")
@@ -100,13 +103,18 @@ def load_metadata(client: Consumer | Producer, topic: str) -> None:
     read.
     """
     try:
-        client.list_topics(topic, timeout=REQUEST_SECONDS)
+        found = client.list_topics(topic, timeout=REQUEST_SECONDS).topics.get(topic)
     except KafkaException as error:
-        raise BrokerError(f"topic {topic!r} cannot be read: {error.args[0].str()}") from error
+        raise broker_error(f"topic {topic!r} cannot be read", error.args[0]) from error
+    if found is not None and found.error is not None and is_denied(found.error):
+        right = on_topic(topic, Operation.READ)
+        raise broker_error(f"topic {topic!r} cannot be read", found.error, right)
 
 
 def wait_for_cluster(call: Callable[P, T]) -> Callable[P, T]:
     """Decorator for the planner's calls: retries BrokerError for :data:`PLANNER_RETRY_SECONDS`, then raises it.
+
+    AccessDeniedError is raised at once.
 
     A planner that fails ends the query and all its tasks. It stops retrying when its Spark process has ended.
     """
@@ -118,6 +126,8 @@ def wait_for_cluster(call: Callable[P, T]) -> Callable[P, T]:
         while True:
             try:
                 return call(*args, **named)
+            except AccessDeniedError:
+                raise
             except BrokerError as error:
                 now = time.monotonic()
                 if now - began >= PLANNER_RETRY_SECONDS or os.getppid() != parent:
@@ -185,10 +195,7 @@ class Cluster:
             found = self._list_topics()
         except KafkaException as error:
             self._admin.poll(0)  # serves error_cb, which explain_no_answer() needs
-            raise BrokerError(
-                f"no Kafka broker answered at {self._settings.bootstrap} within {REQUEST_SECONDS:g} s "
-                f"({error.args[0].str()}): {self._settings.explain_no_answer()}"
-            ) from error
+            raise self._settings.no_answer(REQUEST_SECONDS, error.args[0].str()) from error
         outage.answered()
         return {name: len(topic.partitions) for name, topic in found.topics.items() if topic.error is None}
 
@@ -211,18 +218,19 @@ class Cluster:
         *,
         known: Mapping[str, int] | None = None,
         remedy: str = "Create it, or correct its name",
+        operation: Operation = Operation.READ,
     ) -> int:
         """The topic's number of partitions. Raises BrokerError if it does not exist.
 
         ``what`` begins the message, and ``remedy`` ends it. ``known``: the result of a recent :meth:`topics`, to save
-        a request.
+        a request. ``operation``: what the caller does with the topic; the error of a hidden topic names it.
         """
         topics = self.topics() if known is None else known
         if topic not in topics:
             if not self._may_describe(topic):
-                raise BrokerError(
-                    f"{what} {topic!r}: this user may not describe it at {self._settings.bootstrap}. "
-                    "Allow DESCRIBE on it"
+                raise AccessDeniedError(
+                    f"{what} {topic!r}: the broker at {self._settings.bootstrap} lets this user neither see nor use "
+                    f"it. Allow this user {on_topic(topic, operation)}"
                 )
             names = [name for name in sorted(topics) if not name.startswith("__")]
             existing = f"; existing topics: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
@@ -254,7 +262,10 @@ class Cluster:
             ids = {topic: _topic_id(described[topic]) for topic in topics}
         except KafkaException as error:
             names = " and ".join(map(repr, topics))
-            raise BrokerError(f"the topic ids of {names} could not be read: {error.args[0].str()}") from error
+            rights = [on_topic(topic, Operation.DESCRIBE) for topic in topics]
+            raise broker_error(
+                f"the topic ids of {names} could not be read", error.args[0], *rights
+            ) from error
         of_source, of_dlq = (
             TopicIdentity(cluster=cluster, topic=topic, id=ids.get(topic, "")) for topic in (source, dlq)
         )
@@ -265,7 +276,7 @@ class Cluster:
         count = self.partitions(app.source, f"the source of app {app.name!r}, topic")
         sink_limit, stamps = 0, False
         for sink in app.sinks:
-            self.partitions(sink, f"a sink of app {app.name!r}, topic")
+            self.partitions(sink, f"a sink of app {app.name!r}, topic", operation=Operation.WRITE)
         if app.sink is not None:
             sink_limit = int(self.setting(app.sink, "max.message.bytes"))
             stamps = self.setting(app.sink, "message.timestamp.type") == "LogAppendTime"
@@ -314,6 +325,7 @@ class Cluster:
             self._wait(
                 self._admin.create_partitions(more, request_timeout=REQUEST_SECONDS),
                 f"partitions could not be added to topic {topic!r}",
+                on_topic(topic, Operation.ALTER),
             )
         self._wait_for(topic, partitions)
 
@@ -326,7 +338,11 @@ class Cluster:
             self._admin.create_topics([new], request_timeout=REQUEST_SECONDS)[topic].result()
         except KafkaException as error:
             if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
-                raise BrokerError(f"topic {topic!r} could not be created: {error.args[0].str()}") from error
+                raise broker_error(
+                    f"topic {topic!r} does not exist and could not be created",
+                    error.args[0],
+                    on_topic(topic, Operation.CREATE),
+                ) from error
             return False
         else:
             self._wait_for(topic, partitions)
@@ -343,6 +359,7 @@ class Cluster:
         answer = self._wait(
             self._admin.describe_configs([resource], request_timeout=REQUEST_SECONDS),
             f"settings of topic {topic!r} could not be read",
+            on_topic(topic, Operation.DESCRIBE_CONFIGS),
         )
         return str(answer[name].value)
 
@@ -402,10 +419,10 @@ class Cluster:
         try:
             return retry_while_moving(ask, _NEW_LEADER_SECONDS) if request else {}
         except KafkaException as error:
-            topics = ", ".join(sorted({repr(topic) for topic, _ in specs}))
-            raise BrokerError(
-                f"offsets of topic {topics} could not be read: {error.args[0].str()}"
-            ) from error
+            names = sorted({topic for topic, _ in specs})
+            rights = [on_topic(name, Operation.DESCRIBE) for name in names]
+            what = f"offsets of topic {', '.join(map(repr, names))} could not be read"
+            raise broker_error(what, error.args[0], *rights) from error
 
     def members(self, group: str) -> int | None:
         """The number of consumers that have joined the group; None if the cluster does not answer."""
@@ -431,6 +448,8 @@ class Cluster:
         admin client's call for it crashes the process (confluent-kafka 2.16.1).
         """
         places = [TopicPartition(topic, p) for p in partitions]
+        unread = f"the committed offsets of group {group!r} could not be read"
+        rights = on_group(group, Operation.READ), on_topic(topic, Operation.DESCRIBE)
         try:
             if stable:
                 found = retry_while_moving(
@@ -439,18 +458,16 @@ class Cluster:
             else:
                 try:
                     found = self._group_consumer(group).committed(places, timeout=_COMMITTED_SECONDS)
-                except KafkaException:
+                except KafkaException as error:
+                    if is_denied(error.args[0]):
+                        raise
                     consumer = self._group_consumer(group, "read_uncommitted")
                     found = retry_while_moving(lambda: consumer.committed(places, timeout=REQUEST_SECONDS))
         except KafkaException as error:
-            raise BrokerError(
-                f"the committed offsets of group {group!r} could not be read: {error.args[0].str()}"
-            ) from error
+            raise broker_error(unread, error.args[0], *rights) from error
         for at in found:
             if at.error is not None:
-                raise BrokerError(
-                    f"the committed offsets of group {group!r} could not be read: {at.error.str()}"
-                )
+                raise broker_error(unread, at.error, *rights)
         return {at.partition: (at.offset, at.metadata) for at in found if at.offset >= 0}
 
     def progress(
@@ -485,12 +502,12 @@ class Cluster:
         return self._group_consumers[group, level]
 
     @staticmethod
-    def _wait(futures: dict[Any, Any], what: str) -> Any:
+    def _wait(futures: dict[Any, Any], what: str, right: Right) -> Any:
         answer = None
         for future in futures.values():
             try:
                 answer = future.result()
             except KafkaException as error:
                 if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
-                    raise BrokerError(f"{what}: {error.args[0].str()}") from error
+                    raise broker_error(what, error.args[0], right) from error
         return answer

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaException, TopicPartition
 
-from keylane.errors import BrokerError, DataLossError
+from keylane.denial import broker_error
+from keylane.errors import DataLossError
 from keylane.kafka.cluster import REQUEST_SECONDS, load_metadata
 from keylane.kafka.partition_reader import ErrorKind, PartitionReader, classify
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -173,7 +175,7 @@ class RangeReader:
         try:
             begin, end = self._consumer.get_watermark_offsets(place, timeout=REQUEST_SECONDS)
         except KafkaException as error:
-            raise BrokerError(f"{wanted}: {error.args[0].str()}") from error
+            raise broker_error(str(wanted), error.args[0], on_topic(wanted.topic, Operation.READ)) from error
         if reading.position < begin:
             gone = min(begin, wanted.end)
             self._report_loss(

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import TopicPartition
 
+from keylane.denial import GROUP_DENIED, broker_error, is_denied
 from keylane.errors import BrokerError
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,6 +37,8 @@ class ErrorKind(Enum):
     """No answer yet: the broker does not know the topic or partition. A broker that has just restarted says so too."""
     LASTING = "lasting"
     """Ends the read at once: it needs a change of permissions or settings."""
+    HARMLESS = "harmless"
+    """Nothing to a reader: its group is denied, which it does not use. It assigns partitions, and commits nothing."""
     PASSING = "passing"
     """The client retries by itself: a moved leader, a lost connection, and all codes not in the table."""
 
@@ -45,16 +49,16 @@ _KINDS = {
     ClientError.UNKNOWN_TOPIC_OR_PART: ErrorKind.MISSING,
     ClientError._UNKNOWN_TOPIC: ErrorKind.MISSING,  # noqa: SLF001
     ClientError._UNKNOWN_PARTITION: ErrorKind.MISSING,  # noqa: SLF001
-    ClientError.TOPIC_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError.GROUP_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError.CLUSTER_AUTHORIZATION_FAILED: ErrorKind.LASTING,
-    ClientError._AUTHENTICATION: ErrorKind.LASTING,  # noqa: SLF001
 }
 
 
 def classify(error: Any) -> ErrorKind:
     """The kind of an error that the client reports while it reads. A fatal error is lasting, whatever its code."""
-    return ErrorKind.LASTING if error.fatal() else _KINDS.get(error.code(), ErrorKind.PASSING)
+    if error.fatal():
+        return ErrorKind.LASTING
+    if is_denied(error):
+        return ErrorKind.HARMLESS if error.code() == GROUP_DENIED else ErrorKind.LASTING
+    return _KINDS.get(error.code(), ErrorKind.PASSING)
 
 
 class ReadErrors:
@@ -85,6 +89,8 @@ class ReadErrors:
     def handle(self, partition: int, error: Any) -> None:
         """Raise or log a missing, lasting or passing error."""
         kind, now = classify(error), time.monotonic()
+        if kind is ErrorKind.HARMLESS:
+            return
         self.last = error.str()
         if kind is ErrorKind.MISSING:
             self.missing.setdefault(partition, (now, error))
@@ -112,7 +118,9 @@ class ReadErrors:
                 self.missing.pop(partition, None)
 
     def _unreadable(self, error: Any) -> BrokerError:
-        return BrokerError(f"topic {self._topic!r} {self._what}: {error.str()}")
+        return broker_error(
+            f"topic {self._topic!r} {self._what}", error, on_topic(self._topic, Operation.READ)
+        )
 
 
 class PartitionReader:

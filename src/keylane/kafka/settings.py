@@ -15,7 +15,8 @@ from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka.admin import AdminClient
 
-from keylane.errors import SettingsError
+from keylane.denial import is_denied
+from keylane.errors import AccessDeniedError, BrokerError, SettingsError
 from keylane.redaction import HIDDEN, is_secret
 
 if TYPE_CHECKING:
@@ -116,10 +117,33 @@ outage = Outage()
 client_log = logging.getLogger("keylane.kafka.client")
 client_log.addFilter(_ClientLogFilter())
 
+_BROKER_NOT_TRUSTED = (
+    "this client does not trust the broker's certificate: kafka.ssl.ca.location must name the certificate of the "
+    "authority that signed it, and it must be valid for this address and today"
+)
+_CLIENT_NOT_TRUSTED = (
+    "the broker does not accept the client's certificate: it has expired, is signed by another authority, or is "
+    "missing; check kafka.ssl.keystore.location, or kafka.ssl.certificate.location and kafka.ssl.key.location"
+)
+_NO_TLS = "the port does not speak TLS; check the address and kafka.security.protocol"
+_TLS_REFUSALS = {
+    "alert certificate expired": (_CLIENT_NOT_TRUSTED, True),
+    "certificate verify failed": (_BROKER_NOT_TRUSTED, True),
+    "alert unknown ca": (_CLIENT_NOT_TRUSTED, True),
+    "alert bad certificate": (_CLIENT_NOT_TRUSTED, True),
+    "alert certificate required": (_CLIENT_NOT_TRUSTED, True),
+    "alert certificate unknown": (_CLIENT_NOT_TRUSTED, True),
+    "PLAINTEXT broker listener": (_NO_TLS, False),
+    "wrong version number": (_NO_TLS, False),
+}
+"""Parts of the client's text about a failed TLS handshake, what they mean, and whether another try fails too."""
+
 C = TypeVar("C", Consumer, Producer, AdminClient)
 
-_refusals: dict[str, str] = {}
-"""By bootstrap address: why a broker last refused a connection of this process."""
+_REFUSAL_SECONDS = 60.0
+"""How long a refused connection explains that no broker answers."""
+_refusals: dict[str, tuple[str, bool, float]] = {}
+"""By bootstrap address: why a broker last refused a connection of this process, whether it always would, and when."""
 _REFUSED = {
     ClientError._AUTHENTICATION: (  # noqa: SLF001 - the client's public constants
         "the broker refused the login; check kafka.sasl.mechanism, kafka.sasl.username and kafka.sasl.password"
@@ -176,6 +200,11 @@ class KafkaSettings:
     def __repr__(self) -> str:
         shown = {k: HIDDEN if is_secret(k) else v for k, v in self.extra}
         return f"KafkaSettings({self.bootstrap!r}, {shown})"
+
+    @property
+    def login(self) -> str:
+        """The user's name for SASL; empty without one, as with a certificate."""
+        return dict(self.extra).get("sasl.username", "")
 
     def reads_committed(self, delivery: str) -> bool:
         """Whether the app's consumer reads committed messages only. Always with exactly_once, else by default.
@@ -266,7 +295,9 @@ class KafkaSettings:
 
         The test opens a TCP connection to each address.
         """
-        if refusal := _refusals.pop(self.bootstrap, ""):
+        refusal, _ = self._last_refusal()
+        if refusal:
+            _refusals.pop(self.bootstrap)
             return refusal
         if any(map(_accepts_connections, self.bootstrap.split(","))):
             protocol = dict(self.extra).get("security.protocol", "plaintext")
@@ -276,6 +307,15 @@ class KafkaSettings:
             )
         return "Is it running, and is the address right? 'keylane broker start' starts one on this machine"
 
+    def no_answer(self, seconds: float, reason: str) -> BrokerError:
+        """The error for a broker that did not answer in this time. Blocks as :meth:`explain_no_answer` does."""
+        _, lasting = self._last_refusal()
+        kind = AccessDeniedError if lasting else BrokerError
+        return kind(
+            f"no Kafka broker answered at {self.bootstrap} within {seconds:g} s ({reason}): "
+            f"{self.explain_no_answer()}"
+        )
+
     def unknown_hosts(self) -> str:
         """The reason when the names of all hosts are unknown; empty if one is known, or if that is not certain."""
         reasons = [_unknown(address) for address in self.bootstrap.split(",")]
@@ -283,8 +323,21 @@ class KafkaSettings:
 
     def _on_error(self, error: ClientError) -> None:
         """Keep the reason of a refused connection. Called while a client is polled."""
-        if error.code() in _REFUSED:
-            _refusals[self.bootstrap] = f"{_REFUSED[error.code()]} ({error.str()})"
+        text = error.str()
+        # The client reports what a broker says about its certificate as a lost connection.
+        known = [found for part, found in _TLS_REFUSALS.items() if part in text]
+        if known or error.code() in _REFUSED:
+            why, lasting = known[0] if known else (_REFUSED[error.code()], is_denied(error))
+            _refusals[self.bootstrap] = f"{why} ({text})", lasting, time.monotonic()
+
+    def refused_for_good(self, what: str) -> AccessDeniedError | None:
+        """An error that begins with ``what``, if a broker has just refused the login or a certificate."""
+        why, lasting = self._last_refusal()
+        return AccessDeniedError(f"{what}: {why}") if lasting else None
+
+    def _last_refusal(self) -> tuple[str, bool]:
+        why, lasting, at = _refusals.get(self.bootstrap, ("", False, 0.0))
+        return (why, lasting) if time.monotonic() - at < _REFUSAL_SECONDS else ("", False)
 
     def _make(
         self,

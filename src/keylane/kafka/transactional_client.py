@@ -8,18 +8,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaException, TopicCollection, TopicPartition
 
+from keylane.denial import TOPIC_DENIED, broker_error, is_denied
 from keylane.errors import AbortedError, BrokerError, FencedError
 from keylane.kafka.cluster import REQUEST_SECONDS
 from keylane.kafka.lost_requests import LostRequests
 from keylane.kafka.rejection import RejectedError, is_rejection
 from keylane.kafka.settings import client_log, outage
+from keylane.rights import ResourceKind, on_transactional_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from keylane.kafka.settings import KafkaSettings
+    from keylane.rights import Right
 
 TRANSACTION_SECONDS = 60.0
 """``transaction.timeout.ms``: the broker aborts a transaction that is open for longer."""
@@ -77,10 +80,14 @@ def transactional_producer(
             producer.list_topics(timeout=REQUEST_SECONDS)
             producer.init_transactions(REQUEST_SECONDS)
         except KafkaException as error:
+            what = f"the broker did not grant transactional id {transactional_id!r}"
+            if (refused := settings.refused_for_good(what)) is not None:
+                raise refused from error
             if not error.args[0].retriable() or time.monotonic() > deadline:
-                raise BrokerError(
-                    f"the broker did not grant transactional id {transactional_id!r}: {error.args[0].str()}. Progress "
-                    "is written in transactions: the broker must allow ids that begin with the app's name"
+                raise broker_error(
+                    f"{what}, and progress is written in transactions",
+                    error.args[0],
+                    on_transactional_ids(transactional_id.rpartition(".")[0]),
                 ) from error
         else:
             producer.poll(0)
@@ -154,6 +161,7 @@ class TransactionalClient:
     ``exact``: results are in the transaction, so an aborted transaction loses them and no other may follow.
     ``batch_limit``: see :meth:`KafkaSettings.producer`. ``alone``: every record is a batch of its own, so that a
     rejection names its record.
+    ``rights``: what its transactions need, for errors.
     """
 
     def __init__(
@@ -165,11 +173,14 @@ class TransactionalClient:
         exact: bool,
         batch_limit: int = 0,
         alone: bool = False,
+        rights: Sequence[Right] = (),
     ) -> None:
         self.failure: FencedError | BrokerError | None = None
         self.open = False
         self._began = 0.0  # of the open transaction, or of the last one
         self._group = group
+        self._rights = rights
+        self._settings = settings
         self._exact = exact
         single = {"batch.num.messages": 1} if alone else {}
         self._lost = LostRequests(client_log)
@@ -178,6 +189,7 @@ class TransactionalClient:
         )
         self._produce = self._producer.produce
         self._last_offsets: dict[int, int] = {}
+        self._unwritable: str | None = None  # the topic of a record that the broker denied
 
     def learn_partitions(self) -> None:
         """Refresh what the client knows of all topics. Blocks. From any thread. Raises BrokerError."""
@@ -218,7 +230,10 @@ class TransactionalClient:
 
     def on_delivery(self, error: Any, message: Any) -> None:
         """Delivery report of the records whose offsets :meth:`commit` returns."""
-        if error is None:
+        if error is not None:
+            if is_denied(error):
+                self._unwritable = message.topic()
+        else:
             partition = message.partition()
             self._last_offsets[partition] = max(self._last_offsets.get(partition, -1), message.offset())
 
@@ -262,6 +277,10 @@ class TransactionalClient:
                         self._lost.any = True
                         continue
                 aborted = self._aborted(found)
+                if not isinstance(aborted, AbortedError):  # denied: not even the abort may be allowed
+                    self.failure = aborted
+                    discard(self._producer)
+                    raise aborted from error
                 self.abort()
                 if self._exact:
                     self.failure = aborted
@@ -297,15 +316,46 @@ class TransactionalClient:
         """Give up the producer without an abort, because another client has taken its transactional id."""
         discard(self._producer)
 
-    def _aborted(self, error: Any) -> AbortedError:
-        """The error that failed the transaction, also if the client only says that one did."""
+    def _aborted(self, error: Any) -> BrokerError:
+        """The error that failed the transaction, also if the client only says that one did.
+
+        An AbortedError, unless a right is missing: then no other transaction succeeds either.
+        """
         if error.code() == ClientError._STATE:  # noqa: SLF001 - the client's public constant
             try:
                 self._producer.commit_transaction(REQUEST_SECONDS)  # refused in this state, with the reason
             except KafkaException as reason:
                 error = reason.args[0]
+        if is_denied(error):
+            return self._denied(error)
         kind = RejectedError if is_rejection(error) else AbortedError
         return kind(f"transaction not committed: {error.str()}")
+
+    def _denied(self, error: Any) -> BrokerError:
+        rights = self._rights
+        if error.code() == TOPIC_DENIED:
+            unwritable = {self._unwritable} if self._unwritable is not None else self._find_unwritable()
+            rights = [right for right in rights if right.name in unwritable] or rights
+        return broker_error("transaction not committed", error, *rights)
+
+    def _find_unwritable(self) -> set[str]:
+        """Topics that this user may not write to, as far as the broker tells: its error names none."""
+        topics = [right.name for right in self._rights if right.kind is ResourceKind.TOPIC]
+        admin = self._settings.admin()  # kept: the futures of a garbage-collected client never complete
+        asked = admin.describe_topics(
+            TopicCollection(topics), include_authorized_operations=True, request_timeout=REQUEST_SECONDS
+        )
+        found = set()
+        for topic, answer in asked.items():
+            try:
+                operations = answer.result(REQUEST_SECONDS).authorized_operations or ()
+            except (KafkaException, TimeoutError) as error:
+                if isinstance(error, KafkaException) and is_denied(error.args[0]):
+                    found.add(topic)
+            else:
+                if not any(each.name == "WRITE" for each in operations):
+                    found.add(topic)
+        return found
 
     def _fail(self, error: KafkaException) -> FencedError | BrokerError:
         """Discard the producer, set :attr:`failure` and return it."""
@@ -323,6 +373,8 @@ class TransactionalClient:
             self.failure = FencedError(
                 "another task has taken over; nothing that this task writes counts any more"
             )
+        elif is_denied(found):
+            self.failure = self._denied(found)
         else:
             # With exactly_once nothing of it counts, so all of it can run again.
             kind = AbortedError if self._exact else BrokerError

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from keylane.kafka.settings import KafkaSettings
     from keylane.kafka.transactional_client import ProduceArgs
     from keylane.message import Headers
+    from keylane.rights import Right
 
 log = logging.getLogger("keylane.kafka")
 
@@ -65,7 +66,7 @@ class TransactionalWriter:
     The first :meth:`put` opens a transaction. Records that are put during a commit wait for the next transaction.
     ``fail`` is called with the error that makes the writer useless. ``exact``: results are in the transactions too;
     after an abort the task starts over and no transaction may follow. ``limit``: the state topic's
-    ``max.message.bytes``, 0 if unknown. ``batch_limit``, ``alone``: see :class:`TransactionalClient`.
+    ``max.message.bytes``, 0 if unknown. ``batch_limit``, ``alone``, ``rights``: see :class:`TransactionalClient`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class TransactionalWriter:
         limit: int = 0,
         batch_limit: int = 0,
         alone: bool = False,
+        rights: Sequence[Right] = (),
     ) -> None:
         self.id = f"{app}.{uuid.uuid4().hex}"
         self.written: dict[int, int] = {}
@@ -94,7 +96,14 @@ class TransactionalWriter:
         self._labels = labels
         self._exact = exact
         self._connect = partial(
-            TransactionalClient, settings, self.id, group, exact=exact, batch_limit=batch_limit, alone=alone
+            TransactionalClient,
+            settings,
+            self.id,
+            group,
+            exact=exact,
+            batch_limit=batch_limit,
+            alone=alone,
+            rights=rights,
         )
         self._client = self._connect()
         self._committing = False

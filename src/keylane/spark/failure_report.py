@@ -12,7 +12,7 @@ from enum import Enum
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark.errors import AnalysisException, IllegalArgumentException
 
-from keylane.errors import FailureGuardError, KeylaneError, SettingsError, TakenOverError
+from keylane.errors import AccessDeniedError, FailureGuardError, KeylaneError, SettingsError, TakenOverError
 
 
 class QueryFailureKind(Enum):
@@ -22,6 +22,8 @@ class QueryFailureKind(Enum):
     """A process died, or something it needs was unreachable: a restart may help."""
     APP = "app"
     """The app does not import, or its settings were refused: it would fail the same way again."""
+    DENIED = "denied"
+    """The broker denied a right or the login."""
     FAILURE_GUARD = "failure_guard"
     TAKEN_OVER = "taken over"
 
@@ -29,6 +31,9 @@ class QueryFailureKind(Enum):
 _REMEDIES = {
     QueryFailureKind.AGAIN: "",
     QueryFailureKind.APP: "Not restarting: it would fail the same way again. Fix it, then run it again",
+    QueryFailureKind.DENIED: (
+        "Not restarting: the broker would deny it again. 'keylane doctor' checks all rights. Nothing is lost"
+    ),
     QueryFailureKind.FAILURE_GUARD: "Not restarting: it would continue to turn messages into dead letters",
     QueryFailureKind.TAKEN_OVER: (
         "This run has ended and will not restart. If it is the one that should run, stop the other first"
@@ -36,6 +41,7 @@ _REMEDIES = {
 }
 _FINAL: dict[type[KeylaneError], QueryFailureKind] = {
     SettingsError: QueryFailureKind.APP,
+    AccessDeniedError: QueryFailureKind.DENIED,
     FailureGuardError: QueryFailureKind.FAILURE_GUARD,
     TakenOverError: QueryFailureKind.TAKEN_OVER,
 }

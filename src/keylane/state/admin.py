@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,7 @@ from keylane.state.commands import (
 )
 from keylane.state.labels import Labels
 from keylane.state.pauses import PauseRecord, scopes_of
-from keylane.state.topic import Claim, StateTopic
+from keylane.state.topic import Claim, StateTopic, check_written
 from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import dead_letter_topic, state_topic
 
@@ -293,6 +293,9 @@ class AdminClient:
     def give(self, commands: Iterable[Command]) -> None:
         """Write these commands. Raises BrokerError when one of them could not be written."""
         self._check_planned()
+        login = self._settings.login
+        if login:
+            commands = [replace(command, who=f"{command.who} (login {login})") for command in commands]
         self._write(record for command in commands for record in _records_of(command))
 
     def _check_planned(self) -> None:
@@ -311,11 +314,11 @@ class AdminClient:
                 **{"message.timeout.ms": int(REQUEST_SECONDS * 1000)},
             )
         producer = self._producer
-        failed: list[str] = []
+        failed: list[Any] = []
 
         def report(error: object, _message: object) -> None:
             if error is not None:
-                failed.append(str(error))
+                failed.append(error)
 
         for partition, name, value in records:
             while True:
@@ -333,11 +336,7 @@ class AdminClient:
                 else:
                     break
             producer.poll(0)
-        left = producer.flush(REQUEST_SECONDS)
-        if left or failed:
-            raise BrokerError(
-                f"the command could not be written to topic {self._topic!r}: {failed[0] if failed else 'no answer'}"
-            )
+        check_written(self._topic, producer.flush(REQUEST_SECONDS), failed)
 
     def answer(self, command: Command, timeout: float) -> CommandAnswer | None:
         """Wait for the result of a command; None if no task answers in ``timeout`` seconds: the app does not run."""

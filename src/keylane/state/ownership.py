@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from keylane.denial import broker_error, is_denied
 from keylane.errors import BrokerError, KeylaneError, TakenOverError
 from keylane.kafka.client import KafkaException
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL
+from keylane.rights import Operation, on_topic
 from keylane.state.fences import Fences
 from keylane.state.labels import Labels
 from keylane.state.topic import OWNER, RUN, StateTopic
@@ -75,7 +77,9 @@ def take_over(
             if is_fenced(error):
                 raise TakenOverError(f"another run of app {app!r} was started at the same moment") from error
             if not again:  # while the broker aborts for another client, its errors say nothing
-                raise BrokerError(f"app {app!r} could not be taken over: {error.args[0].str()}") from error
+                raise broker_error(
+                    f"app {app!r} could not be taken over", error.args[0], on_topic(topic, Operation.WRITE)
+                ) from error
         else:
             _taken[app, topic, shard] = places
             return places
@@ -100,8 +104,11 @@ def _take_over(
         settings, run_id(app, shard)
     )  # of two that start at the same time one is fenced here
     places: dict[int, int] = {}
+    denied: list[Any] = []
 
-    def placed(_error: Any, message: Any) -> None:
+    def placed(error: Any, message: Any) -> None:
+        if error is not None and is_denied(error):
+            denied.append(error)
         places[message.partition()] = message.offset()
 
     try:
@@ -111,8 +118,11 @@ def _take_over(
         for partition in own:
             producer.produce(topic, json.dumps(found).encode(), RUN, partition=partition, on_delivery=placed)
         producer.commit_transaction(3 * REQUEST_SECONDS)
-    except BaseException:
+    except BaseException as error:
         discard(producer)
+        if denied:
+            what = f"app {app!r} could not be taken over"
+            raise broker_error(what, denied[0], on_topic(topic, Operation.WRITE)) from error
         raise
     return places
 

@@ -48,6 +48,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from keylane import strict_json as wire
+from keylane.denial import broker_error
 from keylane.engine.version_store import VersionStore
 from keylane.errors import BrokerError
 from keylane.kafka.cluster import REQUEST_SECONDS, load_metadata
@@ -59,6 +60,7 @@ from keylane.offsets.range_progress import NEVER_MOVED, RangeProgress
 from keylane.offsets.shard import WHOLE, Shard
 from keylane.offsets.slots import ALL, Slots
 from keylane.policies.versions import decode_mark
+from keylane.rights import Operation, on_topic
 from keylane.state import records
 from keylane.state.commands import AUDIT, COMMAND, Command, decode_command
 from keylane.state.pauses import PAUSE, PauseRecord, decode_pause
@@ -66,7 +68,7 @@ from keylane.strict_json import MalformedRecordError
 from keylane.topic_names import state_topic
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from keylane.kafka.client import Consumer
     from keylane.kafka.settings import KafkaSettings
@@ -182,20 +184,26 @@ def _order(
     timeout: float,
 ) -> None:
     producer = settings.producer(**{"message.timeout.ms": int(timeout * 1000)})
-    failed: list[str] = []
+    failed: list[Any] = []
     for partition in partitions:
         producer.produce(
             topic,
             json.dumps(value).encode(),
             name,
             partition=partition,
-            on_delivery=lambda error, _: failed.append(error.str()) if error else None,
+            on_delivery=lambda error, _: failed.append(error) if error else None,
         )
     left = producer.flush(timeout)
-    if left or failed:
-        raise BrokerError(
-            f"the command could not be written to topic {topic!r}: {failed[0] if failed else 'no answer'}"
-        )
+    check_written(topic, left, failed)
+
+
+def check_written(topic: str, left: int, failed: Sequence[Any]) -> None:
+    """Raise BrokerError if records of a command were not written: some are ``left``, or have ``failed``."""
+    what = f"the command could not be written to topic {topic!r}"
+    if failed:
+        raise broker_error(what, failed[0], on_topic(topic, Operation.WRITE))
+    if left:
+        raise BrokerError(f"{what}: no answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +515,8 @@ class StateTopic:
         self.lanes |= other.lanes
         self.commands |= other.commands
         self.audits |= other.audits
+        self.pauses |= other.pauses
+        self.pause_changes += 1
         self._next |= {p: other._next[p] for p in partitions}
         self._partitions += partitions
         self.stopped = self.stopped or other.stopped
@@ -527,6 +537,8 @@ class StateTopic:
         self.lanes = {place: lane for place, lane in self.lanes.items() if place[0] != partition}
         self.commands = {place: one for place, one in self.commands.items() if place[0] != partition}
         self.audits = {name: audit for name, audit in self.audits.items() if audit[0] != partition}
+        self.pauses = {place: one for place, one in self.pauses.items() if place[0] != partition}
+        self.pause_changes += 1
         self._fresh = [command for command in self._fresh if command.partition != partition]
 
     def _by_partition(self) -> tuple[dict[int, Any], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from keylane.denial import broker_error
 from keylane.errors import BrokerError, TakenOverError
 from keylane.kafka.client import KafkaException, TopicPartition
 from keylane.kafka.cluster import REQUEST_SECONDS, Cluster
@@ -12,6 +13,7 @@ from keylane.kafka.settings import client_log
 from keylane.kafka.transactional_client import discard, is_fenced, transactional_producer
 from keylane.offsets.metadata import METADATA_BYTES_MAX, stamp
 from keylane.offsets.shard import WHOLE, Shard
+from keylane.rights import Operation, on_group, on_topic
 from keylane.state.labels import Labels
 from keylane.state.ownership import run_id
 from keylane.state.topic import ELSEWHERE, NOTHING, PROGRESS, RANGE, REDRIVEN, StateTopic
@@ -137,7 +139,12 @@ class EpochCommitter:
                 raise TakenOverError(
                     f"app {self._app!r} was taken over by another run; this one has ended"
                 ) from error
-            raise BrokerError(f"the epoch's progress was refused: {error.args[0].str()}") from error
+            raise broker_error(
+                "the epoch's progress was refused",
+                error.args[0],
+                on_topic(self._topic, Operation.WRITE),
+                on_group(self._app, Operation.READ),
+            ) from error
         self._producer.poll(0)  # delivers the client's log
         if self._lost.any:  # a late request may still end the next transaction of this producer epoch
             discard(self._producer)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
+from keylane.denial import broker_error, is_denied
 from keylane.engine.output import SentAloneError
 from keylane.engine.result_ids import RESULT_ID_BYTES_MAX, result_headers, result_id_prefix
 from keylane.engine.results import only_row
@@ -16,6 +17,7 @@ from keylane.errors import BrokerError, Poison
 from keylane.kafka.client import KafkaException
 from keylane.kafka.rejection import RECORD_OVERHEAD_BYTES, Rejections, is_rejection
 from keylane.message import EVENT_ID, with_origin
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -398,11 +400,7 @@ class KafkaOutput:
                     raise Poison(_why(record[0], error.args[0])) from error
                 record[4](error.args[0], None)
                 return
-            engine.fail(
-                BrokerError(
-                    f"topic {record[0]!r} takes no results: {error}. What was not written runs again."
-                )
-            )
+            engine.fail(self._no_results(error, record[0]))
 
     def look(self, engine: Engine) -> None:
         """Decide at intervals whether to gather results, by how many lanes or messages wait for the loop."""
@@ -427,10 +425,17 @@ class KafkaOutput:
                 self._producer.poll(0)
             self._worker_session.poll()
         except KafkaException as error:
-            raise BrokerError(
-                f"topic {' or '.join(map(repr, self._topics))} takes no results: {error.args[0].str()}. What was not "
-                "written runs again."
-            ) from error
+            raise self._no_results(error, *self._topics) from error
+
+    @staticmethod
+    def _no_results(error: Exception, *topics: str) -> BrokerError:
+        what = f"topic {' or '.join(map(repr, topics))} takes no results"
+        if isinstance(error, KafkaException):
+            found = error.args[0]
+            if is_denied(found):
+                return broker_error(what, found, *(on_topic(topic, Operation.WRITE) for topic in topics))
+            return BrokerError(f"{what}: {found.str()}. What was not written runs again.")
+        return BrokerError(f"{what}: {error}. What was not written runs again.")
 
 
 def _times(rules: TopicRules) -> tuple[int, int]:

@@ -15,10 +15,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from keylane.errors import BrokerError
+from keylane.denial import broker_error
 from keylane.kafka.client import KafkaException, TopicPartition
 from keylane.kafka.cluster import load_metadata
 from keylane.kafka.partition_reader import PartitionReader
+from keylane.rights import Operation, on_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -180,7 +181,8 @@ class RefetchReader:
             finally:
                 consumer.close()
         except KafkaException as error:
-            self._fail(BrokerError(f"topic {self._topic!r} cannot be read again: {error.args[0].str()}"))
+            right = on_topic(self._topic, Operation.READ)
+            self._fail(broker_error(f"topic {self._topic!r} cannot be read again", error.args[0], right))
         except BaseException as error:
             self._fail(error)
 

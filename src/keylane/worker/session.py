@@ -21,6 +21,7 @@ from keylane.kafka.settings import KafkaSettings
 from keylane.kafka.transactional_client import discard
 from keylane.kafka.transactional_writer import TransactionalWriter
 from keylane.offsets.identity import AppIdentity
+from keylane.rights import Operation, ResourceKind, app_rights
 from keylane.state.labels import Labels
 from keylane.state.topic import StateTopic
 from keylane.worker.lane_values import LaneValues
@@ -91,6 +92,13 @@ class WorkerSession:
             limit=self.rules(app.state).limit,
             batch_limit=smallest_limit(*map(self.rules, in_transactions)),
             alone=alone,
+            rights=[
+                right
+                for right in app_rights(
+                    app.name, app.source, app.sinks, ledger=app.ledger is not None, states=bool(app.states)
+                )
+                if right.operation is Operation.WRITE or right.kind is ResourceKind.GROUP
+            ],
         )
         self.writer.limits = {topic: self.rules(topic).limit for topic in in_transactions}
         self.writer.source = app.source

@@ -8,6 +8,7 @@ from keylane.broker import Broker, EmbeddedBrokerError
 from keylane.broker.config import (
     Address,
     Setting,
+    TlsFiles,
     bootstrap,
     format_storage,
     heap_flags,
@@ -15,6 +16,7 @@ from keylane.broker.config import (
     new_uuid,
     render,
     server_properties,
+    write_node,
 )
 
 pytestmark = pytest.mark.timeout(20)
@@ -52,8 +54,34 @@ def test_settings_win_and_are_written_as_kafka_reads_them() -> None:
     assert properties["offsets.topic.num.partitions"] == "50"
 
 
+def test_secured_node_has_no_open_listener(tmp_path: Path) -> None:
+    node = Address(node=1, port=2001, controller_port=3001, certificate_port=4001)
+    tls = TlsFiles(store=tmp_path / "broker.p12", password="x", authority=tmp_path / "ca.pem")  # noqa: S106
+    properties = server_properties(node, [node], {}, tls)
+    assert properties["listeners"] == (
+        "SASL_SSL://127.0.0.1:2001,SSL://127.0.0.1:4001,CONTROLLER://127.0.0.1:3001"
+    )
+    assert "PLAINTEXT" not in properties["listener.security.protocol.map"]
+    assert properties["ssl.client.auth"] == "required"
+    assert properties["allow.everyone.if.no.acl.found"] == "false"
+    assert properties["super.users"] == "User:broker;User:admin"
+
+
+def test_node_files_can_only_be_read_by_their_owner(tmp_path: Path) -> None:
+    write_node(tmp_path, {"ssl.keystore.password": "x"})
+    assert (tmp_path / "server.properties").stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
-    "name", ["listeners", "node.id", "log.dirs", "controller.quorum.voters", "process.roles"]
+    "name",
+    [
+        "ssl.keystore.location",
+        "listeners",
+        "node.id",
+        "log.dirs",
+        "controller.quorum.voters",
+        "process.roles",
+    ],
 )
 def test_config_refuses_settings_that_the_broker_decides(name: str) -> None:
     with pytest.raises(EmbeddedBrokerError, match=name):

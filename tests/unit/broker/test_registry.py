@@ -33,6 +33,15 @@ def ended() -> Process:
     return process
 
 
+def test_secured_broker_is_remembered(tmp_path: Path) -> None:
+    address = Address(node=1, port=21000, controller_port=21001, certificate_port=21002)
+    written = replace(
+        record(tmp_path, Process.current()), secure=True, nodes=(NodeRecord(address=address, process=None),)
+    )
+    registry.save(written)
+    assert registry.load("ktest1") == written
+
+
 def record(
     data: Path, process: Process | None, owner: Process | None = None, *, keep: bool = False
 ) -> BrokerRecord:

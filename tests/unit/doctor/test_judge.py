@@ -26,6 +26,7 @@ from keylane.doctor.judge import fits, judge_cluster, judge_host, judge_slots, j
 from keylane.doctor.judge_kafka import judge_progress, judge_rights, judge_topics
 from keylane.errors import SettingsError
 from keylane.lanes.ordering import GLOBAL
+from keylane.rights import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -43,8 +44,8 @@ SETTINGS = {
     "max.message.bytes": "1000000",
     "min.insync.replicas": "2",
 }
-ALLOWED = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
-GOOD = TopicFacts(partitions=8, replicas=3, settings=SETTINGS, rights=ALLOWED)
+ALLOWED = dict.fromkeys(APP.rights, True)
+GOOD = TopicFacts(partitions=8, replicas=3, settings=SETTINGS)
 DLQ = replace(GOOD, settings={**SETTINGS, "max.message.bytes": "1065536"})
 STATE = replace(GOOD, settings={**SETTINGS, "cleanup.policy": "compact"})
 TOPICS = {"orders": GOOD, "receipts": GOOD, "shop.dlq": DLQ, "shop.state": STATE}
@@ -54,7 +55,7 @@ CLUSTER = ClusterFacts(
     seconds=0.1,
     topics=TOPICS,
     secured=True,
-    transactional=True,
+    allowed=ALLOWED,
     group=GroupFacts(state="EMPTY"),
     offsets_kept=7 * DAY,
     positions=(
@@ -287,33 +288,52 @@ def test_doctor_reports_a_running_owner_and_a_hidden_group() -> None:
     assert "not authorized" in found[Level.UNKNOWN]
 
 
+def without(name: str, *operations: Operation) -> ClusterFacts:
+    """The cluster in which the app's user may not do this."""
+    denied = {r: False for r in APP.rights if r.name == name and r.operation in operations}
+    assert len(denied) == len(operations)
+    return replace(CLUSTER, allowed={**ALLOWED, **denied})
+
+
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        (with_topic("orders", rights=ALLOWED - {"READ"}), "no READ on topic 'orders'"),
-        (
-            with_topic("orders", rights=ALLOWED - {"DESCRIBE_CONFIGS"}),
-            "no DESCRIBE_CONFIGS on topic 'orders'",
-        ),
-        (with_topic("receipts", rights=ALLOWED - {"DESCRIBE_CONFIGS"}), "no DESCRIBE_CONFIGS on topic"),
-        (with_topic("receipts", rights=ALLOWED - {"WRITE"}), "no WRITE on topic 'receipts'"),
-        (with_topic("shop.state", rights=frozenset()), "no READ and WRITE on topic 'shop.state'"),
-        (replace(CLUSTER, topics={"orders": GOOD}, rights=frozenset({"DESCRIBE"})), "CREATE on the cluster"),
-        (replace(CLUSTER, group=GroupFacts(rights=frozenset({"DESCRIBE"}))), "no READ on group 'shop'"),
-        (replace(CLUSTER, transactional=False), "transactional ids that begin with 'shop.'"),
+        (without("orders", Operation.READ), "no Read on topic 'orders'"),
+        (without("orders", Operation.DESCRIBE_CONFIGS), "no DescribeConfigs on topic 'orders'"),
+        (without("receipts", Operation.WRITE), "no Write on topic 'receipts'"),
+        (without("shop.state", Operation.READ, Operation.WRITE), "no Read and Write on topic 'shop.state'"),
+        (without("shop.state", Operation.CREATE), "no Create on topic 'shop.state'"),
+        (without("shop", Operation.READ), "no Read on group 'shop'"),
+        (without("shop.", Operation.WRITE), "no Write on transactional ids that begin with 'shop.'"),
     ],
 )
 def test_missing_right_is_a_fault(cluster: ClusterFacts, said: str) -> None:
     (found,) = bad(judge_rights(APP, cluster))
     assert found.level is Level.FAULT
     assert said in found.found
+    assert found.remedy.startswith(f"allow this user {said.removeprefix('no ').partition(' on ')[0]} on it: ")
+
+
+def test_every_missing_right_is_found() -> None:
+    found = bad(judge_rights(APP, replace(CLUSTER, allowed=dict.fromkeys(APP.rights, False))))
+    assert {one.level for one in found} == {Level.FAULT, Level.WARNING}
+    for right in APP.rights:
+        assert any(right.operation in one.found and one.found.endswith(repr(right.name)) for one in found), (
+            right
+        )
+
+
+def test_missing_optional_right_is_a_warning() -> None:
+    (found,) = bad(judge_rights(APP, without("shop.telemetry", Operation.WRITE)))
+    assert found.level is Level.WARNING
+    assert "the app runs without it" in found.remedy
 
 
 def test_hidden_rights_are_unknown() -> None:
-    cluster = replace(with_topic("orders", rights=None), secured=None, transactional=None)
-    found = [one.found for one in judge_rights(APP, cluster) if one.level is Level.UNKNOWN]
-    assert any("transactional ids" in text for text in found)
-    assert any("orders" in text for text in found)
+    (found,) = (one for one in judge_rights(APP, replace(CLUSTER, allowed={})) if one.level is Level.UNKNOWN)
+    assert "Write on transactional ids that begin with 'shop.'" in found.found
+    assert "Read on topic 'orders'" in found.found
+    assert "Create on topic 'shop.state'" not in found.found, "it exists"
     assert bad(judge_rights(APP, replace(CLUSTER, secured=False))) == []
 
 

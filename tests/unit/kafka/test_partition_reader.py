@@ -80,7 +80,7 @@ def make(*script: Came, **given: Any) -> tuple[PartitionReader, Consumer]:
         (ClientError._UNKNOWN_TOPIC, ErrorKind.MISSING),
         (ClientError._UNKNOWN_PARTITION, ErrorKind.MISSING),
         (REFUSED, ErrorKind.LASTING),
-        (ClientError.GROUP_AUTHORIZATION_FAILED, ErrorKind.LASTING),
+        (ClientError.GROUP_AUTHORIZATION_FAILED, ErrorKind.HARMLESS),
         (ClientError.CLUSTER_AUTHORIZATION_FAILED, ErrorKind.LASTING),
         (ClientError._AUTHENTICATION, ErrorKind.LASTING),
         (MOVED, ErrorKind.PASSING),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from confluent_kafka import KafkaError as ClientError
 
 from keylane.cli.arguments import client
 from keylane.cli.run import _options
-from keylane.errors import BrokerError, SettingsError
+from keylane.errors import AccessDeniedError, BrokerError, SettingsError
 from keylane.kafka import cluster
 from keylane.kafka.cluster import Cluster
 from keylane.kafka.settings import KafkaSettings, settings_from_options
@@ -61,6 +62,15 @@ def test_options_come_from_a_file(file: Path) -> None:
 def test_later_option_replaces_that_of_a_file(file: Path) -> None:
     found = dict(client("b:1", [f"@{file}", "kafka.sasl.username=other"]).extra)
     assert found == {"sasl.password": "a=b c", "sasl.username": "other"}
+
+
+def test_secret_on_the_command_line_is_warned_of(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _options(["kafka.sasl.password=hunter2"])
+    said = capsys.readouterr().err
+    assert "kafka.sasl.password is on the command line" in said
+    assert "hunter2" not in said
+    _options([f"@{file}", "kafka.sasl.username=shop"])
+    assert capsys.readouterr().err == ""
 
 
 def test_file_that_is_missing_is_named() -> None:
@@ -119,7 +129,7 @@ def test_port_that_speaks_another_protocol_is_named(port: Callable[[bytes], str]
 
 def test_failed_tls_handshake_is_named(port: Callable[[bytes], str]) -> None:
     settings = KafkaSettings(port(b"HTTP/1.1 400 Bad Request\r\n\r\n"), (("security.protocol", "SSL"),))
-    with pytest.raises(BrokerError, match=r"the TLS handshake failed; check .*SSL handshake failed"):
+    with pytest.raises(BrokerError, match=r"the port does not speak TLS; check .*\(ssl://127"):
         Cluster(settings).topics()
 
 
@@ -135,6 +145,38 @@ def test_refused_login_is_named(port: Callable[[bytes], str]) -> None:
 def test_broker_that_is_away_is_not_refusing() -> None:
     settings = KafkaSettings("127.0.0.1:1")
     settings._on_error(ClientError(ClientError._TRANSPORT, "Connection refused"))
+    assert settings.explain_no_answer().startswith("Is it running")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "SSL handshake failed: certificate verify failed: broker certificate could",
+            "does not trust the broker",
+        ),
+        (
+            "Receive failed: ssl/tls alert certificate unknown: SSL alert number 46",
+            "does not accept the client",
+        ),
+        ("Receive failed: ssl/tls alert bad certificate: SSL alert number 42", "does not accept the client"),
+    ],
+)
+def test_refused_certificate_is_named_and_lasts(text: str, said: str) -> None:
+    settings = KafkaSettings("127.0.0.1:1")
+    settings._on_error(ClientError(ClientError._TRANSPORT, text))
+    error = settings.no_answer(10, "timed out")
+    assert isinstance(error, AccessDeniedError)
+    assert said in str(error)
+    assert "Is it running" not in str(error)
+
+
+def test_old_refusal_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = KafkaSettings("127.0.0.1:1")
+    settings._on_error(ClientError(ClientError._AUTHENTICATION, "SASL authentication error"))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert settings.refused_for_good("reading") is None
     assert settings.explain_no_answer().startswith("Is it running")
 
 

@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError as ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keylane.errors import BrokerError
+from keylane.errors import AccessDeniedError
 from keylane.kafka.settings import KafkaSettings
 from keylane.lanes.lane_record import LaneStatus
 from keylane.state import admin as admin_module
@@ -199,10 +200,13 @@ def test_more_commands_than_the_client_queues_are_written(log: StateLog) -> None
 
 
 def test_refused_command_is_an_error(log: StateLog) -> None:
-    log.refuses = "TOPIC_AUTHORIZATION_FAILED"
+    log.refuses = ClientError(ClientError.TOPIC_AUTHORIZATION_FAILED, "Topic authorization failed")
     with (
         AdminClient(SETTINGS, "chat") as operator,
-        pytest.raises(BrokerError, match=r"could not be written to topic 'chat\.state': TOPIC_AUTH"),
+        pytest.raises(
+            AccessDeniedError,
+            match=r"could not be written to topic 'chat\.state': Topic .*Allow this user Write on topic 'chat\.state'",
+        ),
     ):
         operator.command("release", partition=0, key=b"k", offset=7)
 
