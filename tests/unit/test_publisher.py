@@ -25,6 +25,7 @@ from keylane.event import encode_key, encode_value, new_event_id
 from keylane.kafka import cluster
 from keylane.kafka.rejection import TopicRules
 from keylane.kafka.settings import KafkaSettings
+from keylane.rights import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +107,8 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Client]]:
         def __init__(self, settings: KafkaSettings) -> None:
             assert settings.bootstrap == "b:1"
 
-        def partitions(self, topic: str) -> int:
+        def partitions(self, topic: str, *, operation: Operation) -> int:
+            assert operation is Operation.WRITE
             if topic != "orders":
                 raise BrokerError(f"topic {topic!r} does not exist")
             return 4

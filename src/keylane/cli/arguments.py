@@ -109,7 +109,8 @@ def from_files(pairs: Iterable[str]) -> Iterator[str]:
     """
     for pair in pairs:
         if not pair.startswith("@"):
-            if is_secret(name := pair.partition("=")[0]):
+            name, equals, _ = pair.partition("=")
+            if equals and is_secret(name):  # without "=" the name may have the secret in it, and an error follows
                 typer.echo(
                     f"warning: {printable(name)} is on the command line, which every user of this machine can read: "
                     "use -o @FILE or KEYLANE_KAFKA_… instead",
