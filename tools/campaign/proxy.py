@@ -104,17 +104,23 @@ class Proxy:
         return len(self._late)
 
     def deliver_late(self) -> dict[str, int]:
-        """Deliver what is held now. Returns the broker's error code by transactional id; 0: it was carried out."""
+        """Deliver what is held now. Returns the broker's error code by transactional id.
+
+        0: it was carried out; -1: the broker gave no answer.
+        """
         return asyncio.run_coroutine_threadsafe(self._deliver(list(self._late)), self._loop).result(20)
 
     async def _deliver(self, ids: Sequence[bytes]) -> dict[str, int]:
         found = {}
         for name in ids:
             port, frame = self._late.pop(name)
-            reader, writer = await asyncio.open_connection(HOST, port)
-            writer.write(len(frame).to_bytes(4, "big") + frame)
-            answer = await asyncio.wait_for(_frame(reader), _LATE_SECONDS)
-            writer.close()
+            try:
+                reader, writer = await asyncio.open_connection(HOST, port)
+                writer.write(len(frame).to_bytes(4, "big") + frame)
+                answer = await asyncio.wait_for(_frame(reader), _LATE_SECONDS)
+                writer.close()
+            except (OSError, TimeoutError):  # the broker is down: then it never gets it
+                answer = _END
             # After the number of the request and the throttle time.
             error = int.from_bytes(answer[8:10], "big", signed=True) if len(answer) >= 10 else -1
             self.on_cut(f"the end of a transaction of {name.decode()} came late: error {error}")
