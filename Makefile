@@ -10,7 +10,7 @@ MINUTES ?= 30
 ARGS ?=
 BIN := .venv/bin
 # Integration tests that measure or wait for what a busy machine delays: they run alone.
-ALONE := test_campaign.py test_cli_run.py test_console.py test_epochs.py test_skew.py
+ALONE := test_campaign.py test_cli_run.py test_console.py test_epochs.py test_move_gaps.py test_skew.py
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22

@@ -304,7 +304,8 @@ def test_commands_start_show_and_stop_a_broker() -> None:
         started = runner.invoke(app, ["start", "--json", "--heap", "256m"])
         assert started.exit_code == 0, started.output
         facts = json.loads(started.stdout)
-        assert sorted(facts) == ["bootstrap", "data", "id", "nodes"]
+        assert sorted(facts) == ["admin_options", "bootstrap", "certificate_bootstrap", "data", "id", "nodes"]
+        assert facts["admin_options"] is facts["certificate_bootstrap"] is None, "it is not secured"
         assert facts["bootstrap"] == f"127.0.0.1:{facts['nodes'][0]['port']}"
         create(facts["bootstrap"], "cli")
         (shown,) = json.loads(runner.invoke(app, ["status", facts["id"], "--json"]).stdout)

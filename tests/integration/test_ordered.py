@@ -192,7 +192,7 @@ def test_table_runs_in_the_order_of_its_columns(spark: SparkSession, app: App, t
     rows = [(f"customer-{i % 20}", f"{(i * 31) % 1_000:03d}", i) for i in range(1_000)]
     table = spark.createDataFrame(rows, "customer string, text string, row long")
     found = ordered(table, app=app, key="customer", value="text", order_by=["text", "row"], partitions=3)
-    assert found.schema.names[-3:] == ["letter", "text", "row"]
+    assert found.schema.names[-4:] == ["letter", "results", "text", "row"]
     got = found.toArrow().to_pylist()
     assert len(got) == 1_000
     assert {row["owner"].rpartition("/")[2] for row in got} == {"0", "1", "2"}

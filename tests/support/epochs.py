@@ -16,7 +16,7 @@ from keylane.kafka.cluster import Cluster
 from keylane.offsets.assignment import AssignedRange, Assignment
 from keylane.offsets.reassignment import match
 from keylane.offsets.slots import ALL
-from keylane.testing import EventKind, HistoryWriter, read_history
+from keylane.testing import EventKind, HistoryWriter, Sent, read_history
 from keylane.worker.epoch_plan import EpochPlan
 from keylane.worker.lane_worker import LaneWorker, LocalWorkers
 from keylane.worker.task import Task
@@ -195,3 +195,19 @@ def largest_gap(
     )
     assert len(starts) > 100, "too few messages to say anything"
     return max(later - earlier for earlier, later in pairwise(starts))
+
+
+def slow_calls(log: Log, name: str, partitions: int = 4) -> list[Sent]:
+    """One long call in each partition."""
+    return log.send(
+        f"{name}.in",
+        [
+            {
+                "key": b"slow-%d" % p,
+                "value": b"slow",
+                "partition": p,
+                "headers": [("event-id", uuid4().bytes)],
+            }
+            for p in range(partitions)
+        ],
+    )

@@ -35,6 +35,9 @@ class Refused:
     def __init__(self, why: str) -> None:
         self._why = why
 
+    def code(self) -> int:
+        return 87  # INVALID_RECORD
+
     def str(self) -> str:
         return self._why
 

@@ -110,7 +110,9 @@ def from_files(pairs: Iterable[str]) -> Iterator[str]:
     for pair in pairs:
         if not pair.startswith("@"):
             name, equals, _ = pair.partition("=")
-            if equals and is_secret(name):  # without "=" the name may have the secret in it, and an error follows
+            if equals and is_secret(
+                name
+            ):  # without "=" the name may have the secret in it, and an error follows
                 typer.echo(
                     f"warning: {printable(name)} is on the command line, which every user of this machine can read: "
                     "use -o @FILE or KEYLANE_KAFKA_… instead",
