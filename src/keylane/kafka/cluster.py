@@ -408,10 +408,15 @@ class Cluster:
             futures = self._admin.list_offsets(
                 request, isolation_level=level, request_timeout=_LIST_OFFSETS_SECONDS
             )
-            found = {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
+            try:
+                found = {(at.topic, at.partition): int(f.result().offset) for at, f in futures.items()}
+            except KafkaException as error:
+                if error.args[0].code() != ClientError._TIMED_OUT:  # noqa: SLF001 - the client's public constant
+                    raise
+                found = dict.fromkeys(specs, OFFSET_INVALID)
             if OFFSET_INVALID in found.values():
-                # The partition's leader has died. The client reports no error and asks the same broker for minutes,
-                # unless its metadata is refreshed.
+                # The partition's leader has died, or its broker is slow. The client may report no error and ask the
+                # same broker for minutes, unless its metadata is refreshed. Without any broker that raises.
                 self._admin.list_topics(timeout=REQUEST_SECONDS)
                 raise KafkaException(ClientError(ClientError.LEADER_NOT_AVAILABLE))
             return found
